@@ -1,0 +1,1 @@
+"""Weights from files: safetensors, GGUF and seeded dummies, each rank reads its own slices."""

@@ -1,0 +1,1 @@
+"""OpenAI request bodies in, records out: files, validation, tokenizer and templates."""

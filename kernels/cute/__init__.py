@@ -1,0 +1,1 @@
+"""CuTe DSL implementations; the only package that imports cutlass."""

@@ -1,0 +1,1 @@
+"""Triton implementations; the only package that imports triton."""
