@@ -1,0 +1,133 @@
+"""Choice between the libraries that implement an op: the mechanism only.
+
+An op file holds an ordered tuple of `Library`. `resolve` drops what can't run here (once, when a layer is built);
+`Selection.pick` takes the first that supports the sizes at hand (when a layer is built or once a step, never per layer
+call). Reasons are kept, so that `Selection.explain` can say why a library was passed over.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import torch
+
+from dist_infer.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., object])
+Sizes = Mapping[str, int]
+_NO_SIZES: Sizes = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is known when a layer is built: where it runs, in which dtype, and its fixed sizes (such as head_dim)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    geometry: Sizes = field(default_factory=dict)
+
+
+def runs_anywhere(target: Target) -> str | None:
+    """`is_available` of a library without static demands."""
+    return None
+
+
+def any_sizes(sizes: Sizes) -> str | None:
+    """`supports` of a library that takes every size."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library(Generic[F]):
+    """One implementation of an op. Both tests return None for yes, else the reason for no.
+
+    `is_available` is static (device, architecture, package, dtype, geometry), `supports` is cheap. A library with
+    `default=False` is used only when an order names it.
+    """
+
+    name: str
+    function: F
+    is_available: Callable[[Target], str | None] = runs_anywhere
+    supports: Callable[[Sizes], str | None] = any_sizes
+    default: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection(Generic[F]):
+    """The libraries of an op that can run on a target, best first, and why the others can't."""
+
+    op: str
+    libraries: tuple[Library[F], ...]
+    rejected: tuple[tuple[str, str], ...]  # (name, reason)
+
+    def pick(self, sizes: Sizes = _NO_SIZES) -> Library[F]:
+        """The first library that supports these sizes.
+
+        Errors: UsageError with every reason when there is none.
+        """
+        for library in self.libraries:
+            if library.supports(sizes) is None:
+                return library
+        raise UsageError(f"no library can run {self.op}: {self.explain(sizes)}")
+
+    def explain(self, sizes: Sizes = _NO_SIZES) -> str:
+        """One line: the choice for these sizes, then every library passed over with its reason."""
+        chosen: str | None = None
+        notes = [f"{name} rejected ({reason})" for name, reason in self.rejected]
+        for library in self.libraries:
+            reason = library.supports(sizes)
+            if reason is not None:
+                notes.append(f"{library.name} rejected ({reason})")
+            elif chosen is None:
+                chosen = library.name
+            else:
+                notes.append(f"{library.name} comes later")
+        return "; ".join([f"{self.op}: {chosen or 'none'}", *notes])
+
+
+def resolve(op: str, libraries: Sequence[Library[F]], target: Target, order: str = "") -> Selection[F]:
+    """The libraries that can run on `target`, in `order` (see `order_libraries`).
+
+    Errors: UsageError for a malformed order, and when none can run.
+    """
+    ordered = order_libraries(op, libraries, order)
+    reasons = [(library, library.is_available(target)) for library in ordered]
+    unnamed = [(library.name, "not in the order") for library in libraries if library not in ordered]
+    selection = Selection(
+        op=op,
+        libraries=tuple(library for library, reason in reasons if reason is None),
+        rejected=(*((library.name, reason) for library, reason in reasons if reason is not None), *unnamed),
+    )
+    if not selection.libraries:
+        raise UsageError(f"no library can run {op} on {target.device} in {target.dtype}: {selection.explain()}")
+    return selection
+
+
+def order_libraries(op: str, libraries: Sequence[Library[F]], order: str = "") -> tuple[Library[F], ...]:
+    """`libraries` in the order that a user asked for.
+
+    "" is the op's own order. "a,b" is exact: these and no others. "+a,-b" changes the op's own order: a is tried first
+    (several "+" in the order written), b never.
+    Errors: UsageError for an unknown or empty name and for a mixture of both forms.
+    """
+    own = tuple(library for library in libraries if library.default)
+    tokens = [token.strip() for token in order.split(",") if token.strip()]
+    if not tokens:
+        return own
+    by_name = {library.name: library for library in libraries}
+    names = [token.lstrip("+-").strip() if token[0] in "+-" else token for token in tokens]
+    for name in names:
+        if name not in by_name:
+            raise UsageError(f"{op} has no library {name!r}: choose from {', '.join(by_name)}")
+    signs = {token[0] if token[0] in "+-" else "" for token in tokens}
+    if "" in signs and len(signs) > 1:
+        raise UsageError(f"the order {order!r} of {op} mixes plain names with +name or -name: use one form")
+    if "" in signs:
+        return tuple(by_name[name] for name in dict.fromkeys(names))
+    first = dict.fromkeys(name for name, token in zip(names, tokens, strict=True) if token[0] == "+")
+    never = {name for name, token in zip(names, tokens, strict=True) if token[0] == "-"}
+    if both := sorted(never & set(first)):
+        raise UsageError(f"the order {order!r} of {op} both adds and removes {both[0]!r}")
+    changed = (*(by_name[name] for name in first), *(library for library in own if library.name not in first))
+    return tuple(library for library in changed if library.name not in never)

@@ -1,0 +1,97 @@
+"""The choice between libraries: order, availability, sizes, and the reasons that are printed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import dist_infer.kernels
+from dist_infer.errors import UsageError
+from dist_infer.kernels.dispatch import Library, Sizes, Target, order_libraries, resolve
+
+CPU = Target(device=torch.device("cpu"), dtype=torch.float32, geometry={"head_dim": 64})
+
+
+def needs_cuda(target: Target) -> str | None:
+    return None if target.device.type == "cuda" else "needs a CUDA device"
+
+
+def at_most_8_rows(sizes: Sizes) -> str | None:
+    return None if sizes.get("rows", 0) <= 8 else "at most 8 rows"
+
+
+def run_nothing() -> str:
+    return "ran"
+
+
+FAST = Library(name="fast", function=run_nothing, is_available=needs_cuda)
+SMALL = Library(name="small", function=run_nothing, supports=at_most_8_rows)
+TORCH = Library(name="torch", function=run_nothing)
+OPT_IN = Library(name="opt_in", function=run_nothing, default=False)
+LIBRARIES = (FAST, SMALL, TORCH, OPT_IN)
+
+
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [
+        ("", ["fast", "small", "torch"]),
+        (" , ,", ["fast", "small", "torch"]),
+        ("torch", ["torch"]),
+        ("torch, fast,torch", ["torch", "fast"]),
+        ("opt_in", ["opt_in"]),
+        ("+torch", ["torch", "fast", "small"]),
+        ("+opt_in,-fast", ["opt_in", "small", "torch"]),
+        ("-fast,-small", ["torch"]),
+        ("+torch,+small", ["torch", "small", "fast"]),
+    ],
+)
+def test_order(order: str, names: list[str]) -> None:
+    assert [library.name for library in order_libraries("op", LIBRARIES, order)] == names
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("nope", "op has no library 'nope': choose from fast, small, torch, opt_in"),
+        ("+nope", "no library 'nope'"),
+        ("+", "no library ''"),
+        ("torch,-fast", "use one form"),
+        ("+torch,-torch", "both adds and removes 'torch'"),
+    ],
+)
+def test_bad_order_is_refused(order: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        order_libraries("op", LIBRARIES, order)
+
+
+def test_falls_through_to_the_next_library() -> None:
+    selection = resolve("op", LIBRARIES, CPU)
+    assert selection.pick({"rows": 8}) is SMALL
+    assert selection.pick({"rows": 9}) is TORCH
+    assert selection.pick().function() == "ran"
+
+
+def test_explain_names_the_choice_and_every_reason() -> None:
+    text = resolve("op", LIBRARIES, CPU).explain({"rows": 9})
+    assert text == (
+        "op: torch; fast rejected (needs a CUDA device); opt_in rejected (not in the order); "
+        "small rejected (at most 8 rows)"
+    )
+    assert "torch comes later" in resolve("op", LIBRARIES, CPU).explain({"rows": 1})
+
+
+def test_nothing_left_is_an_error_with_the_reasons() -> None:
+    with pytest.raises(UsageError, match=r"on cpu in torch.float32: op: none; fast rejected \(needs a CUDA device\)"):
+        resolve("op", LIBRARIES, CPU, "fast")
+    with pytest.raises(UsageError, match="at most 8 rows"):
+        resolve("op", LIBRARIES, CPU, "small").pick({"rows": 9})
+
+
+def test_bare_import_is_refused() -> None:
+    path = Path(dist_infer.kernels.__file__)
+    spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"import it as 'dist_infer\.kernels'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
