@@ -1,0 +1,77 @@
+"""Signals of a rank: the first one asks for a drain, the second one ends the process at once.
+
+SIGUSR1 reaches the ranks through all launchers, SIGTERM and SIGINT where the launcher leaves time for it. A handler
+only sets a flag; every wait of a rank polls in Python, so the handler runs within a millisecond or so.
+"""
+
+import ctypes
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+from dist_infer.errors import ExitCode
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StopSignals:
+    """Turns SIGUSR1, SIGTERM and SIGINT into a flag; `close` gives the old handlers back.
+
+    The second signal leaves at once with code 1: no cleanup, because cleanup may be what hangs.
+    """
+
+    def __init__(self) -> None:
+        self._stop = False
+        self._old: dict[signal.Signals, object] = {}
+
+    def stop_requested(self) -> bool:
+        """True once a signal has asked this rank to stop."""
+        return self._stop
+
+    def request_stop(self) -> None:
+        """What the first signal does."""
+        self._stop = True
+
+    def install(self) -> None:
+        """Take the handlers over. Only the main thread of a process can."""
+        for number in STOP_SIGNALS:
+            self._old[number] = signal.signal(number, self._on_signal)
+
+    def close(self) -> None:
+        """Restore the handlers that were there before `install`."""
+        while self._old:
+            number, handler = self._old.popitem()
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop:
+            name = signal.Signals(number).name
+            os.write(2, f"dist-infer: second signal ({name}) to pid {os.getpid()}: leaving at once\n".encode())
+            os._exit(ExitCode.ERROR)
+        self._stop = True
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process `number` when the parent ends, so that no orphan keeps a GPU.
+
+    Where the parent has ended already, the process leaves at once. Linux only: elsewhere it does nothing.
+    """
+    parent = os.getppid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return
+    prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(ExitCode.ERROR)
