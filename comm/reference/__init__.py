@@ -1,0 +1,1 @@
+"""Oracles of the collectives in plain torch: lists of per-rank tensors in, lists of per-rank tensors out."""
