@@ -1,6 +1,7 @@
 """What travels between intake, scheduler and runner. Host data only: no torch here.
 
-Letters in comments: T tokens of a step, S sequences of a step, P pages of the longest sequence, L rows whose logits are needed.
+Letters in comments: T tokens of a step, S sequences of a step, P pages of the longest sequence, L rows whose logits are
+needed.
 """
 
 import json
@@ -32,8 +33,9 @@ class BatchKind(IntEnum):
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed` is any int64. `stop_token_ids` holds the model's EOS ids too
-    (intake adds them unless the request ignores EOS); a stop token is counted and ends the request with reason "stop".
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed` is any int64. `stop_token_ids` holds the model's
+    EOS ids too (intake adds them unless the request ignores EOS); a stop token is counted and ends the request with
+    reason "stop".
     """
 
     max_tokens: int = 16
@@ -74,7 +76,8 @@ class News:
         if self == _EMPTY_NEWS:
             return b"{}"
         admissions = [
-            [a.group, a.request.request_id, a.request.prompt_ids, _sampling_to_list(a.request.sampling)] for a in self.admissions
+            [a.group, a.request.request_id, a.request.prompt_ids, _sampling_to_list(a.request.sampling)]
+            for a in self.admissions
         ]
         return json.dumps({"admissions": admissions, "aborts": self.aborts, "end": self.end_of_input}).encode()
 
@@ -87,7 +90,9 @@ class News:
         admissions = tuple(
             Admission(
                 group=group,
-                request=Request(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=_sampling_from_list(sampling)),
+                request=Request(
+                    request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=_sampling_from_list(sampling)
+                ),
             )
             for group, request_id, prompt_ids, sampling in fields["admissions"]
         )
@@ -117,7 +122,8 @@ def _sampling_from_list(values: Sequence[object]) -> SamplingParams:
 class Batch:
     """One step of one group as a structure of arrays.
 
-    Sequences stand one after another; sequence s owns token rows query_start[s]:query_start[s+1]. Flat KV slot = page id * block size + offset.
+    Sequences stand one after another; sequence s owns token rows query_start[s]:query_start[s+1]. A flat KV slot is
+    page id * block size + offset.
     """
 
     kind: BatchKind
@@ -128,8 +134,12 @@ class Batch:
     query_start: Int32Array  # [S + 1]
     kv_lens: Int32Array  # [S] tokens that attention sees: cached ones + this step's
     page_table: Int32Array  # [S, P] page ids, -1 beyond a sequence's pages
-    state_rows: Int32Array  # [S] the runner's row that keeps the last sampled token of a sequence, < max_num_seqs; -1: none
-    logit_rows: Int64Array  # [L] token rows that get a next token: the last row of each sequence whose input is complete
+    state_rows: (
+        Int32Array  # [S] the runner's row that keeps the last sampled token of a sequence, < max_num_seqs; -1: none
+    )
+    logit_rows: (
+        Int64Array  # [L] token rows that get a next token: the last row of each sequence whose input is complete
+    )
     logit_seqs: Int32Array  # [L] the sequence of each logit row
     temperature: Float64Array  # [L]
     top_k: Int32Array  # [L] 0: off
@@ -149,7 +159,7 @@ class Batch:
 
     @classmethod
     def dummy(cls) -> "Batch":
-        """One token that attends to nothing and is written nowhere: what a group without tokens runs (rule 6). It needs no page."""
+        """One token that attends to nothing and is written nowhere: what a group without tokens runs (rule 6)."""
         return cls(
             kind=BatchKind.NONE,
             request_ids=np.full(1, -1, np.int64),
@@ -177,3 +187,16 @@ class StepOutput:
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+
+
+def encode_outputs(outputs: Sequence[StepOutput]) -> bytes:
+    """What a group's root sends rank 0 for a step: UTF-8 JSON, also for no outputs."""
+    return json.dumps([[o.request_id, o.token_ids, o.finish_reason] for o in outputs]).encode()
+
+
+def decode_outputs(data: bytes) -> list[StepOutput]:
+    """The inverse of `encode_outputs`."""
+    return [
+        StepOutput(request_id=request_id, token_ids=tuple(token_ids), finish_reason=reason)
+        for request_id, token_ids, reason in json.loads(data)
+    ]
