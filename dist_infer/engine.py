@@ -166,7 +166,10 @@ class Engine:
         )
 
     def _wake_root_if_needed(self) -> None:
-        if not self._woke and (self._error is not None or self._stop_requested()):
+        stop = False
+        with self._votable():
+            stop = self._stop_requested()
+        if not self._woke and (stop or self._error is not None):
             self._woke = True
             self._control.wake_root()
 

@@ -42,6 +42,7 @@ def test_random_traffic(seed: int) -> None:
         for _ in range(rng.choice([0, 0, 1, 3])):
             arrivals.append([])
         arrivals[-1].append(request)
+    num_blocks = rng.choice([6, 8, 30])
     world = run_world(
         ranks=ranks,
         dp=dp,
@@ -49,7 +50,7 @@ def test_random_traffic(seed: int) -> None:
         arrivals=arrivals,
         true_len={i: rng.randint(1, 6) for i in range(len(requests)) if rng.random() < 0.5},
         aborts_after={i: rng.randint(0, 3) for i in range(len(requests)) if rng.random() < 0.25},
-        num_kv_blocks=lambda rank, blocks=rng.choice([6, 8, 30]): blocks,
+        num_kv_blocks=lambda _: num_blocks,
         jitter_seed=seed,
     )
     assert set(world.codes.values()) == {ExitCode.DONE}
@@ -60,7 +61,7 @@ def test_random_traffic(seed: int) -> None:
 @pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (2, 2), (3, 1)])
 def test_an_error_anywhere_ends_the_job_on_all_ranks(ranks: int, dp: int, depth: int) -> None:
     for point, rank, visit in itertools.product(POINTS, range(ranks), [1, 2]):
-        if rank != 0 and point in ("news", "output", "close") or (point, visit) == ("close", 2):
+        if (rank != 0 and point in ("news", "output", "close")) or (point, visit) == ("close", 2):
             continue
         world = World(
             ranks=ranks,
