@@ -1,13 +1,13 @@
 """Who is who: the axes of the world and what each rank holds. Pure Python, the same answer on every rank.
 
-world = D x T and rank = dp_rank * T + tp_rank. The T ranks of an attention-data-parallel group share one model replica's attention,
-dense layers, embedding and head. Experts are dealt to the whole world: `ep` divides it, the rest M = world / E is tensor parallelism
-inside an expert, and expert rank = ep_rank * M + moe_tp_rank = rank.
+world = D x T and rank = dp_rank * T + tp_rank. The T ranks of an attention-data-parallel group share one model
+replica's attention, dense layers, embedding and head. Experts are dealt to the whole world: `ep` divides it, the rest M
+= world / E is tensor parallelism inside an expert, and expert rank = ep_rank * M + moe_tp_rank = rank.
 
-Whatever does not divide evenly is split contiguously, the larger parts first; what cannot be split is refused when the job starts.
+Whatever does not divide evenly is split contiguously, the larger parts first; what cannot be split is refused when the
+job starts.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,8 +47,9 @@ class HeadShard:
 def split_heads(num_heads: int, num_kv_heads: int, tp: int, tp_rank: int) -> HeadShard:
     """The query and KV heads that `tp_rank` of `tp` ranks holds.
 
-    Up to one rank per KV head, KV heads are dealt contiguously, each with its query heads. With more ranks than KV heads the ranks are
-    dealt to the KV heads (3 KV heads on 4 ranks: 2, 1, 1); the ranks of one KV head all hold it and split its query heads.
+    Up to one rank per KV head, KV heads are dealt contiguously, each with its query heads. With more ranks than KV
+    heads the ranks are dealt to the KV heads (3 KV heads on 4 ranks: 2, 1, 1); the ranks of one KV head all hold it and
+    split its query heads.
 
     Errors: UsageError if a rank would be left without a whole query head, or if the heads don't form equal groups.
     """
@@ -76,14 +77,16 @@ def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     """
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
         raise UsageError(
-            f"the model has {num_heads} attention heads and {num_kv_heads} KV heads; the first must be a multiple of the second"
+            f"the model has {num_heads} attention heads and {num_kv_heads} KV heads:"
+            " the first must be a multiple of the second"
         )
     if tp < 1:
         raise UsageError(f"--tp {tp} is not possible: the nearest valid choice is --tp 1")
     if tp > num_heads:
         raise UsageError(
-            f"--tp {tp} leaves ranks without an attention head: the model has {num_heads} query heads in {num_kv_heads} groups."
-            f" The nearest valid choice is --tp {num_heads}; with more ranks, add groups of requests by --dp"
+            f"--tp {tp} leaves ranks without an attention head: the model has {num_heads} query heads"
+            f" in {num_kv_heads} groups. The nearest valid choice is --tp {num_heads};"
+            " with more ranks, share them out by --dp"
         )
 
 
@@ -104,14 +107,14 @@ class Mesh:
             if value < 1 or self.world % value != 0:
                 raise UsageError(
                     f"--{name} {value} does not divide the world of {self.world} ranks;"
-                    f" the nearest valid choices are {_or_list(f'--{name} {d}' for d in _nearest_divisors(self.world, value))}"
+                    f" nearest valid: {' or '.join(f'--{name} {d}' for d in _nearest_divisors(self.world, value))}"
                 )
         if self.dp * self.tp != self.world:
             choices = dict.fromkeys(((self.world // self.tp, self.tp), (self.dp, self.world // self.dp)))
             raise UsageError(
                 f"--dp {self.dp} times --tp {self.tp} is {self.dp * self.tp}, but the world has {self.world} ranks;"
-                f" the nearest valid choices are {_or_list(f'--dp {dp} --tp {tp}' for dp, tp in choices)}"
-                f" (or launch {self.dp * self.tp} ranks)"
+                f" nearest valid: {' or '.join(f'--dp {dp} --tp {tp}' for dp, tp in choices)};"
+                f" or launch {self.dp * self.tp} ranks"
             )
         if not 0 <= self.rank < self.world:
             raise UsageError(f"rank {self.rank} is not in a world of {self.world} ranks")
@@ -120,7 +123,7 @@ class Mesh:
     def create(
         cls, *, world: int, rank: int, dp: int | None = None, tp: int | None = None, ep: int | None = None
     ) -> "Mesh":
-        """The mesh for the options given: one group (dp 1) of all ranks (tp = world / dp), experts over the whole world.
+        """The mesh for the options given; otherwise dp 1, tp world / dp, and experts over the whole world.
 
         Errors: UsageError with the numbers and the nearest valid choices.
         """
@@ -203,7 +206,3 @@ def _nearest_divisors(total: int, wanted: int) -> list[int]:
     smaller = [d for d in divisors if d <= wanted][-1:]
     larger = [d for d in divisors if d >= wanted][:1]
     return list(dict.fromkeys(smaller + larger))
-
-
-def _or_list(choices: Iterable[str]) -> str:
-    return " or ".join(choices)
