@@ -1,0 +1,78 @@
+"""Marks and policy of the test suite: rank tests, GPU tests, skips in CI, seconds a file.
+
+A rank test is marked `@pytest.mark.ranks(1, 2, 4)` and takes the fixture `world`. Plain `pytest` launches it under
+mpirun (rank_parent.py); on a rank it runs as itself (rank_child.py). By hand, with or without pytest-mpi's option:
+`mpirun -n 2 python -m mpi4py -m pytest -x --with-mpi tests/comm`.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.rank_child import FOLDER_VARIABLE, RankRecorder, RankWorld, launched_size
+from tests.rank_parent import RankLauncher
+from tests.suite_report import SuiteReport
+
+if TYPE_CHECKING:
+    from dist_infer.launch.world import World
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is not None:
+        config.pluginmanager.register(RankRecorder(Path(folder), config), "rank_recorder")
+    if folder is not None or launched_size() is not None:
+        config.pluginmanager.register(RankWorld(), "rank_world")
+    else:
+        config.pluginmanager.register(RankLauncher(config), "rank_launcher")
+        config.pluginmanager.register(SuiteReport(in_ci=os.environ.get("CI") == "true"), "suite_report")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    if "world" not in metafunc.fixturenames or not marker.args:
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: ranks(1, 2, ...) needs sizes, and a test with the fixture world"
+        )
+    here = _sizes_here()
+    sizes = [size for size in marker.args if here is None or size == here]
+    ids = [f"{size} rank{'s' if size > 1 else ''}" for size in sizes]
+    metafunc.parametrize("world", sizes, ids=ids, indirect=True)
+
+
+def _sizes_here() -> int | None:
+    """None in the parent, which launches all sizes."""
+    return launched_size() or (1 if FOLDER_VARIABLE in os.environ else None)
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> "World":
+    """This rank's World, open before the first test; one for all tests of a launch."""
+    plugin = request.config.pluginmanager.get_plugin("rank_world")
+    if plugin is None or plugin.world is None:
+        raise pytest.UsageError(f"{request.node.nodeid}: a test with the fixture world needs the mark ranks(...)")
+    return plugin.world
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="gpu: torch finds no CUDA device"))
+    if config.getoption("--with-mpi", default=False):
+        for item in items:
+            if item.get_closest_marker("ranks"):
+                item.add_marker(pytest.mark.mpi)
+    # pytest sorts by the parameter `world` across files; keep each file together, sizes ascending in it
+    files = {path: idx for idx, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: files[item.path])
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,74 @@
+"""What the suite says about itself: seconds a file, each reason for skipping once, in CI no skip that could be cured.
+
+A skip whose reason begins with "gpu:" (no such device) or "host:" (this machine can't) is accepted everywhere. Any
+other is fine on a user's machine and a failure where CI=true: apt, pip or root could have cured it, or it has no tag.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Generator
+
+import pytest
+
+INCURABLE = ("gpu:", "host:")
+_SLOW_S = 1.0
+
+
+class SuiteReport:
+    """pytest plugin of the parent."""
+
+    def __init__(self, *, in_ci: bool) -> None:
+        self.in_ci = in_ci
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.reasons: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        start = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid.partition("::")[0]] += time.perf_counter() - start
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+        start = time.perf_counter()
+        report = yield
+        if isinstance(collector, pytest.Module):
+            self.seconds[collector.nodeid] += time.perf_counter() - start
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
+        self.check_skip(report)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> Generator[None, object, object]:
+        self.check_skip(report)
+        return (yield)
+
+    def check_skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """Count a skip, or turn it into a failure where it should not happen."""
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if self.in_ci and not reason.startswith(INCURABLE):
+            report.outcome = "failed"
+            report.longrepr = f"CI=true allows no skip that apt, pip or root could cure: {reason}"
+        else:
+            self.reasons[reason] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.reasons:
+            terminalreporter.section("skipped")
+            for reason, count in self.reasons.most_common():
+                terminalreporter.write_line(f"{count:5}  {reason}")
+        terminalreporter.section("seconds a file")
+        slow = {file: s for file, s in self.seconds.items() if s >= _SLOW_S}
+        for file, seconds in sorted(slow.items(), key=lambda entry: -entry[1]):
+            terminalreporter.write_line(f"{seconds:7.1f}  {file}")
+        total = sum(self.seconds.values())
+        terminalreporter.write_line(f"{total - sum(slow.values()):7.1f}  {len(self.seconds) - len(slow)} other files")
+        terminalreporter.write_line(f"{total:7.1f}  all")
