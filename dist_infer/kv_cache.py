@@ -1,0 +1,66 @@
+"""The paged KV cache of one rank. K KV heads of this rank, H head dim.
+
+A page id names `block_size` consecutive flat slots in every cache of the rank: keys and values of each layer today,
+so a page costs `block_bytes` in all. The ids are logical and come from the scheduler; nothing here knows who owns a
+page.
+"""
+
+import torch
+
+from dist_infer.comm.mesh import HeadShard
+from dist_infer.config import ModelConfig
+from dist_infer.errors import UsageError
+from dist_infer.layers.attention import KVLayer
+
+
+class KVCache:
+    """Keys and values of all layers by flat slot, zero at first.
+
+    Shapes: each of `layers` holds k and v [num_blocks * block_size, K, H].
+    Errors: UsageError when the device has no room for them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: HeadShard,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_bytes = num_blocks * block_bytes(config, shard, block_size, dtype)
+        shape = (num_blocks * block_size, len(shard.kv_heads), config.head_dim)
+        try:
+            self.layers = tuple(
+                KVLayer(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+                for _ in range(config.num_layers)
+            )
+        except RuntimeError as error:  # also torch.OutOfMemoryError; the CPU allocator raises a plain one
+            raise UsageError(
+                f"the KV cache of {num_blocks} blocks takes {self.num_bytes / 2**20:.0f} MiB, more than {device} has"
+                " left: lower --num-kv-blocks or --kv-memory-fraction"
+            ) from error
+
+
+def block_bytes(config: ModelConfig, shard: HeadShard, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page on this rank, over all layers."""
+    return 2 * config.num_layers * block_size * len(shard.kv_heads) * config.head_dim * dtype.itemsize
+
+
+def num_blocks_for(
+    memory_bytes: int, config: ModelConfig, shard: HeadShard, block_size: int, dtype: torch.dtype
+) -> int:
+    """The pages that fit into `memory_bytes` on this rank; the ranks of a group then agree on their minimum.
+
+    Errors: UsageError when not even one fits.
+    """
+    page_bytes = block_bytes(config, shard, block_size, dtype)
+    if memory_bytes < page_bytes:
+        raise UsageError(
+            f"a KV block of {block_size} tokens takes {page_bytes / 2**20:.1f} MiB on this rank and only"
+            f" {memory_bytes / 2**20:.1f} MiB are left for the cache: raise --kv-memory-fraction or lower --block-size"
+        )
+    return memory_bytes // page_bytes

@@ -1,0 +1,100 @@
+"""Grouped-query attention with rotary positions over the paged cache.
+
+T tokens, D hidden, N and K query and KV heads of this rank, H head dim.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dist_infer.comm.mesh import split_heads
+from dist_infer.config import ModelConfig
+from dist_infer.kernels import paged_attention as attention_op
+from dist_infer.kernels import rotary as rotary_op
+from dist_infer.kernels.carriers import PagedStep
+from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
+from dist_infer.layers.setup import LayerSetup
+from dist_infer.layers.weights import WeightSlot
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's cache on this rank: keys and values by flat slot, each [slots, K, H]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStep:
+    """What all attention layers of a step share."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class AttentionPlanner:
+    """Plans the attention of a step once for all layers of a model."""
+
+    def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
+        shard = split_heads(config.num_heads, config.num_kv_heads, setup.tp.size, setup.tp.rank)
+        self._num_kv_heads = len(shard.kv_heads)
+        self._scale = config.head_dim**-0.5
+        self._library = setup.choose(
+            "paged_attention",
+            attention_op.LIBRARIES,
+            heads=len(shard.heads),
+            kv_heads=len(shard.kv_heads),
+            head_dim=config.head_dim,
+        )
+
+    def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """(q, k_cache, v_cache) -> out for this step.
+
+        Ranks: local.
+        """
+        return attention_op.plan_paged_attention(
+            step, num_kv_heads=self._num_kv_heads, scale=self._scale, library=self._library
+        )
+
+
+class Attention:
+    """Whole query heads of one group size on each rank; a KV head that several ranks need is held by each of them."""
+
+    def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
+        shard = split_heads(config.num_heads, config.num_kv_heads, setup.tp.size, setup.tp.rank)
+        self._head_dim = config.head_dim
+        query = OutputRows("q_proj", config.num_heads * config.head_dim, _channels(shard.heads, config.head_dim))
+        kv_total, kv_held = config.num_kv_heads * config.head_dim, _channels(shard.kv_heads, config.head_dim)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (query, OutputRows("k_proj", kv_total, kv_held), OutputRows("v_proj", kv_total, kv_held)),
+            bias=config.attention_bias,
+            setup=setup,
+        )
+        self.output = RowParallelLinear(
+            query.total, query.held, config.hidden_size, bias=config.attention_bias, setup=setup
+        )
+        self._rotary = setup.choose("rotary", rotary_op.LIBRARIES, head_dim=config.head_dim)
+
+    def __call__(self, hidden: Tensor, step: AttentionStep, kv: KVLayer) -> Tensor:
+        """The attention output, summed over the group; this step's keys and values are in `kv` afterwards.
+
+        Shapes: hidden [T, D] -> [T, D].
+        Ranks: collective over tp.
+        """
+        qkv = self.qkv(hidden).view(len(hidden), -1, self._head_dim)
+        q = rotary_op.rotary(qkv, step.cos, step.sin, step.slots, kv.k, kv.v, library=self._rotary)
+        return self.output(step.attend(q, kv.k, kv.v).flatten(1))
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """`q_proj`, `k_proj`, `v_proj` and `o_proj` under `prefix`."""
+        yield from self.qkv.weight_slots(prefix)
+        yield from self.output.weight_slots(f"{prefix}o_proj.")
+
+
+def _channels(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)

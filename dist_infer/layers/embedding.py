@@ -1,0 +1,71 @@
+"""Vocabulary cut over the tensor-parallel ranks: the embedding and the head. T tokens, L rows with logits, V rows
+held, D hidden.
+
+Rows are split contiguously, ceil then floor, without padding, so no id beyond the vocabulary has a logit.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from dist_infer.comm.mesh import split_range
+from dist_infer.kernels import embedding as embedding_op
+from dist_infer.kernels import linear as linear_op
+from dist_infer.layers.setup import LayerSetup
+from dist_infer.layers.weights import WeightSlot
+
+
+class VocabEmbedding:
+    """Each rank gives the rows that it holds and zeros for the others; their sum is the embedding, exactly."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, setup: LayerSetup) -> None:
+        self.vocab_size = vocab_size
+        self.held = split_range(vocab_size, setup.tp.size, setup.tp.rank)
+        self.weight = setup.empty(len(self.held), hidden_size)
+        self._tp = setup.tp
+        self._library = setup.choose("embedding", embedding_op.LIBRARIES, hidden=hidden_size)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """The embeddings, on all ranks the same bits.
+
+        Shapes: token_ids [T] -> [T, D].
+        Ranks: collective over tp.
+        """
+        rows = embedding_op.embedding(token_ids, self.weight, self.held.start, library=self._library)
+        return self._tp.all_reduce(rows)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """The tensor `{prefix}weight`."""
+        yield vocab_slot(f"{prefix}weight", self.vocab_size, self.held, self.weight)
+
+
+class VocabHead:
+    """Logits of the vocabulary rows that this rank holds. A tied head is built on the embedding's own parameter."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, setup: LayerSetup, *, tied_to: VocabEmbedding | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.held = split_range(vocab_size, setup.tp.size, setup.tp.rank)
+        self.tied = tied_to is not None
+        self.weight = setup.empty(len(self.held), hidden_size) if tied_to is None else tied_to.weight
+        self._library = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=len(self.held))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """This rank's logits; gathering or reducing them is the sampler's.
+
+        Shapes: hidden [L, D] -> [L, V].
+        Ranks: local.
+        """
+        return linear_op.linear(hidden, self.weight, library=self._library)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """The tensor `{prefix}weight`; none when tied."""
+        if not self.tied:
+            yield vocab_slot(f"{prefix}weight", self.vocab_size, self.held, self.weight)
+
+
+def vocab_slot(name: str, vocab_size: int, held: range, weight: Tensor) -> WeightSlot:
+    """The rows `held` of a [vocabulary, hidden] tensor."""
+    hidden_size = weight.shape[1]
+    return WeightSlot(name, (vocab_size, hidden_size), (held, range(hidden_size)), weight)

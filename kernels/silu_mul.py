@@ -1,0 +1,25 @@
+"""The gated activation of a dense MLP. T tokens, I intermediate."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.reference.silu_mul import silu_mul as reference_silu_mul
+
+SiluMulFunction: TypeAlias = Callable[[Tensor], Tensor]
+
+LIBRARIES: tuple[Library[SiluMulFunction], ...] = (Library(name="torch", function=reference_silu_mul),)
+
+
+def silu_mul(gate_up: Tensor, *, library: Library[SiluMulFunction]) -> Tensor:
+    """silu(gate) * up in float32 (float64 for float64), rounded once.
+
+    Shapes: gate_up [T, 2 * I], the gates first -> [T, I].
+    Errors: ValueError for an odd width.
+    Source: Shazeer, GLU Variants Improve Transformer (2020).
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"silu_mul: {list(gate_up.shape)} is not [tokens, 2 * intermediate]")
+    return library.function(gate_up)
