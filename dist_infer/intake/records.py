@@ -1,0 +1,98 @@
+"""What became of a line -> its record in the output: OpenAI's batch output form, strict JSON, one line each.
+
+Source: the OpenAI batch output, chat-completion and completion objects; token_ids in a choice as vLLM spells it.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from dist_infer.errors import RequestError
+from dist_infer.intake.protocol import Endpoint
+
+JsonObject = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A request that was served. `token_ids` is given where the request asked for the ids."""
+
+    line: int
+    custom_id: str
+    endpoint: Endpoint
+    text: str
+    finish_reason: Literal["stop", "length"]
+    prompt_len: int
+    completion_len: int  # counts the end-of-sequence token
+    created: int  # seconds since 1970
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A line or request that was bad: the client's fault, status 4xx."""
+
+    line: int
+    custom_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A request that the job could not finish: not the client's fault, so without a response."""
+
+    line: int
+    custom_id: str
+    message: str
+
+
+Outcome = Answer | Refusal | Failure
+
+
+def encode_record(outcome: Outcome, *, model: str) -> bytes:
+    """One line of output with its line end; half a surrogate pair, which UTF-8 can't hold, becomes a JSON escape."""
+    text = json.dumps(_record(outcome, model), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _record(outcome: Outcome, model: str) -> JsonObject:
+    record: JsonObject = {"id": f"batch_req_{outcome.line}", "custom_id": outcome.custom_id}
+    if isinstance(outcome, Failure):
+        return record | {"response": None, "error": {"code": "job_failed", "message": outcome.message}}
+    if isinstance(outcome, Refusal):
+        response = _response(outcome.line, outcome.error.status, {"error": _error_body(outcome.error)})
+    else:
+        response = _response(outcome.line, 200, _completion(outcome, model))
+    return record | {"response": response, "error": None}
+
+
+def _response(line: int, status: int, body: JsonObject) -> JsonObject:
+    return {"status_code": status, "request_id": f"req_{line}", "body": body}
+
+
+def _error_body(error: RequestError) -> JsonObject:
+    return {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
+
+
+def _completion(answer: Answer, model: str) -> JsonObject:
+    is_chat = answer.endpoint == "chat"
+    choice: JsonObject = {"index": 0}
+    if is_chat:
+        choice["message"] = {"role": "assistant", "content": answer.text}
+    else:
+        choice["text"] = answer.text
+    choice |= {"finish_reason": answer.finish_reason, "logprobs": None}
+    if answer.token_ids is not None:
+        choice["token_ids"] = list(answer.token_ids)
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.line}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": answer.created,
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": answer.prompt_len,
+            "completion_tokens": answer.completion_len,
+            "total_tokens": answer.prompt_len + answer.completion_len,
+        },
+    }
