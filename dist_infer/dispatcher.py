@@ -76,9 +76,10 @@ class Dispatcher:
         """The news of this step. While draining nothing more is admitted (rule 14); aborts still travel."""
         room = 0 if drain or self._ended else max(0, self.max_inflight - len(self._open))
         incoming = self.frontend.poll(room)
+        admissions = self._admit(incoming.requests)  # first: an abort may name one of them
         aborts = tuple(request_id for request_id in incoming.aborts if self._close(request_id))
         self._ended = self._ended or incoming.end_of_input
-        return News(admissions=self._admit(incoming.requests), aborts=aborts, end_of_input=incoming.end_of_input)
+        return News(admissions=admissions, aborts=aborts, end_of_input=incoming.end_of_input)
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Hand on what a group has produced."""

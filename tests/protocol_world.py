@@ -33,11 +33,11 @@ class VotedError(Exception):
     """The agreed error, equal on all ranks."""
 
 
-class HangError(Exception):
-    """A wait without a way out."""
+class HangError(BaseException):
+    """A wait without a way out. No engine may keep it for a vote."""
 
 
-class BrokenError(Exception):
+class BrokenError(BaseException):
     """A check of the world failed: collectives that differ, a token after the end, blocks that leak ..."""
 
 
@@ -219,7 +219,7 @@ class FakeRunner:
 
     def prepare(self, batch: Batch) -> Batch:
         self.world.fault("prepare", self.rank)
-        self.world.check_batch(batch)
+        self.world.check_batch(batch, self.rank)
         return batch
 
     def sizes(self, batch: Batch, decision: Decision) -> object:
@@ -275,7 +275,7 @@ class Script:
             self.got[request.request_id] = []
         aborts = [r for r, after in self.aborts_after.items() if r in self.open and len(self.got[r]) >= after]
         self.aborted.update(aborts)
-        self.world.aborted.update(aborts)
+        self.world.abort_step.update(dict.fromkeys(aborts, self.world.controls[0].num_records + 1))
         end = self.ends and not self.arrivals and not self.ended
         self.ended = self.ended or end
         return Incoming(requests=requests, aborts=aborts, end_of_input=end)
@@ -320,12 +320,11 @@ class World:
     aborts_after: dict[int, int] = field(default_factory=dict)
     ends: bool = True
     faults: dict[tuple[str, int], tuple[int, BaseException]] = field(default_factory=dict)
-    stops: dict[tuple[str, int], int] = field(
-        default_factory=dict
-    )  # (point, rank) -> visit at which the rank gets its stop signal
-    when_idle: Sequence[
-        tuple[str, int]
-    ] = ()  # what happens, one after another, when nothing moves: ("stop" or "error" or "die", rank)
+    # (point, rank) -> visit at which the rank gets its stop signal
+    stops: dict[tuple[str, int], int] = field(default_factory=dict)
+    # what happens, one after another, when nothing moves: (stop, error or die, rank) or (arrive, index into `late`)
+    when_idle: Sequence[tuple[str, int]] = ()
+    late: Sequence[Request] = ()
     num_kv_blocks: Callable[[int], int] = lambda rank: 8
     jitter_seed: int | None = None
     make_engine: Callable[..., Engine] = Engine
@@ -335,7 +334,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.hub = Hub(self.ranks)
-        self.aborted: set[int] = set()
+        self.abort_step: dict[int, int] = {}
+        self.controls: dict[int, MemoryControl] = {}
         self.stopped: set[int] = set()
         self.killed: set[int] = set()
         self.broken_while_idle: set[int] = set()
@@ -346,7 +346,7 @@ class World:
         self.codes: dict[int, int] = {}
         self.errors: dict[int, BaseException] = {}
         self.script = Script(self, [list(a) for a in self.arrivals], dict(self.aborts_after), self.ends)
-        self.requests = {r.request_id: r for a in self.arrivals for r in a}
+        self.requests = {r.request_id: r for a in (*self.arrivals, self.late) for r in a}
 
     # ---- what the fakes call ----
 
@@ -364,7 +364,10 @@ class World:
             raise error
 
     def _happens(self, what: str, rank: int) -> None:
-        {"stop": self.stopped, "die": self.killed, "error": self.broken_while_idle}[what].add(rank)
+        if what == "arrive":
+            self.script.arrivals.append([self.late[rank]])
+        else:
+            {"stop": self.stopped, "die": self.killed, "error": self.broken_while_idle}[what].add(rank)
 
     def stop_requested(self, rank: int) -> bool:
         """Asked at every turn of a poll, so it is also where a rank that sleeps dies or breaks."""
@@ -380,8 +383,9 @@ class World:
             self.hub.broken = BrokenError(what)
         return BrokenError(what)
 
-    def check_batch(self, batch: Batch) -> None:
-        if self.aborted & set(batch.request_ids.tolist()):
+    def check_batch(self, batch: Batch, rank: int) -> None:
+        step = self.controls[rank].num_records
+        if any(self.abort_step.get(request_id, step + 1) <= step for request_id in batch.request_ids.tolist()):
             raise self.found("aborted sequence still scheduled")
 
     def tokens(self, batch: Batch) -> Int64Array:
@@ -414,7 +418,7 @@ class World:
             num_kv_blocks=self.num_kv_blocks(rank),
             depth=self.depth,
         )
-        control = self.make_control(self.hub, rank)
+        control = self.controls[rank] = self.make_control(self.hub, rank)
         scheduler = self.make_scheduler(config, mesh.dp_rank)
         self.schedulers[rank] = scheduler
         engine = self.make_engine(

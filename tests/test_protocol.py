@@ -3,6 +3,7 @@
 The names are those of the model (docs/model/step.pml). A variant is a subclass here, never a switch in the product.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ TWO = [[make_request(0), make_request(1)]]
 PLANTED = RuntimeError("planted")
 
 
-def catches(what: type[Exception] | str, **options: Any) -> None:
+def catches(what: type[BaseException] | str, **options: Any) -> None:
     """The world passes as the product builds it, and fails with the variant in `options`."""
     variants = ("make_engine", "make_runner", "make_control", "make_scheduler")
     sound = {name: value for name, value in options.items() if name not in variants}
@@ -65,7 +66,8 @@ def test_graph_local(depth: int) -> None:
             bucket = self.graph_bucket(batch)
             return ("graph", bucket) if bucket != EAGER else super().sizes(batch, decision)
 
-    catches("mismatched collective", ranks=2, dp=2, depth=depth, arrivals=ONE, make_runner=Runner)
+    three = [[make_request(0), make_request(1), make_request(2)]]
+    catches("mismatched collective", ranks=2, dp=2, depth=depth, arrivals=three, make_runner=Runner)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -220,7 +222,7 @@ def test_idle_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "ranks": 2,
         "depth": 1,
-        "arrivals": [[make_request(0, 3, 5), make_request(1, 3, 5)]],
+        "arrivals": [[make_request(0, 5, 3), make_request(1, 5, 3)]],
         "true_len": {0: 2, 1: 2},
         "num_kv_blocks": lambda _: 2,
     }
@@ -255,15 +257,18 @@ def test_idle_timeout(depth: int) -> None:
                 return b"{}"
             return super().receive_news(on_poll, idle=idle)
 
-    catches(
-        HangError,
-        ranks=2,
-        depth=depth,
-        arrivals=ONE,
-        ends=False,
-        when_idle=[("stop", 0)],
-        make_control=Control,
-    )
+    options: dict[str, Any] = {
+        "ranks": 2,
+        "depth": depth,
+        "arrivals": ONE,
+        "ends": False,
+        "late": [make_request(1)],
+        "when_idle": [("arrive", 0), ("stop", 0)],
+    }
+    assert set(World(**options).run().codes.values()) == {ExitCode.DONE}
+    world = World(**options, make_control=Control).run()
+    assert all("ranks disagree" in str(error) for error in world.errors.values())
+    assert set(world.codes.values()) == {ExitCode.ERROR}
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -285,6 +290,7 @@ def test_news_polled(depth: int) -> None:
     class Control(MemoryControl):
         def broadcast_news(self, data: bytes) -> None:
             if data != b"{}":
+                time.sleep(0.02)  # the workers look before it is there
                 super().broadcast_news(data)
 
         def receive_news(self, on_poll: Callable[[], None], *, idle: bool) -> bytes:
@@ -327,7 +333,7 @@ def test_stop_local(depth: int) -> None:
         "ranks": 3,
         "depth": depth,
         "arrivals": [[make_request(i, 8, 6)] for i in range(8)],
-        "stops": {("prepare", 1): 3},
+        "stops": {("prepare", 1): 6},
     }
     World(**options).run()
     world = World(**options, make_engine=Naive).run()
