@@ -63,7 +63,7 @@ class ProgressView(Protocol):
 
 
 def open_progress(*, under_launcher: bool, answers_on_stdout: bool) -> ProgressView:
-    """A bar on a terminal without a launcher, else plain lines; answers on the same terminal leave no room for a bar."""
+    """A bar on a terminal without a launcher, else plain lines; answers on the terminal leave no room for a bar."""
     if under_launcher or not sys.stderr.isatty() or (answers_on_stdout and sys.stdout.isatty()):
         return LineProgress()
     return BarProgress(sys.stderr)

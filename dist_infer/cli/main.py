@@ -1,0 +1,65 @@
+"""The command line `dist-infer`. Importing it brings neither torch nor MPI."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dist_infer import __version__
+from dist_infer.cli.environment import read_launcher
+from dist_infer.cli.run import run
+from dist_infer.errors import DistInferError, UsageError
+
+# The parser's own error for a wrong command line. Its name is no public one of typer; its child BadParameter is.
+_ParserError: Any = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it reads the same in a log, and rich isn't imported for it
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dist-infer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference worker that MPI launches: mpirun -n 8 dist-infer run -i FILE -o FILE."""
+
+
+app.command()(run)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code.
+
+    A wrong command line is found by every rank alike, so only rank 0 reports it.
+    """
+    launcher = read_launcher(os.environ)
+    speaks = launcher is None or launcher.rank == 0
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(list(args) if args is not None else None, prog_name="dist-infer", standalone_mode=False)
+        return int(code or 0)
+    except _ParserError as error:
+        if speaks:
+            error.show()
+        return int(error.exit_code)
+    except DistInferError as error:
+        if speaks or not isinstance(error, UsageError):
+            print(f"dist-infer: error: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+    except typer.Abort:
+        return 130

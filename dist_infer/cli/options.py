@@ -1,0 +1,113 @@
+"""The options of `dist-infer run`: frozen, checked in themselves.
+
+Nothing here looks at the disk: the nodes of the ranks may see different files, and only rank 0 reads and writes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Literal, get_args, get_origin
+
+from dist_infer.errors import UsageError
+
+LoadFormat = Literal["auto", "dummy"]
+DTypeOption = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+DeviceOption = Literal["auto", "cpu", "cuda"]
+LogLevelOption = Literal["debug", "info", "warning", "error"]
+
+DEFAULT_KV_MEMORY_FRACTION: Mapping[str, float] = MappingProxyType({"cuda": 0.9, "cpu": 0.1})  # by device type
+STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+
+_EXAMPLES = """
+  dist-infer run --prompt "The capital of France is"
+  mpirun -n 2 dist-infer run -i requests.jsonl -o answers.jsonl"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the user asked of `dist-infer run`. None: to be chosen from the model, the device or the world.
+
+    Errors: UsageError naming the option.
+    """
+
+    input: str | None = None  # a path, or "-" for standard input
+    prompts: tuple[str, ...] = ()
+    output: str | None = None  # a path, or "-" for standard output; None prints the answers to `prompts`
+    overwrite: bool = False
+    model: str | None = None  # None: the embedded default model
+    load_format: LoadFormat = "auto"
+    tp: int | None = None
+    dp: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_memory_fraction: float | None = None
+    prefix_cache: bool = True
+    dtype: DTypeOption = "auto"
+    device: DeviceOption = "auto"
+    seed: int = 0
+    log_level: LogLevelOption = "info"
+    step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check every value and that they don't contradict each other."""
+        self._check_choices()
+        self._check_numbers()
+        self._check_files()
+
+    def check_launcher(self, launcher_name: str | None) -> None:
+        """Refuse standard input under a launcher: mpirun may lose its end, and the job would wait for ever.
+
+        Errors: UsageError.
+        """
+        if launcher_name is not None and self.input in STDIN_NAMES:
+            raise UsageError(
+                f"-i {self.input}: standard input can't be read under {launcher_name}, which may lose its end; "
+                "write the requests to a file and give -i FILE"
+            )
+
+    def _check_choices(self) -> None:
+        for field in fields(self):
+            if get_origin(field.type) is Literal and getattr(self, field.name) not in get_args(field.type):
+                choices = ", ".join(get_args(field.type))
+                raise UsageError(
+                    f"{_spelling(field.name)} is {getattr(self, field.name)!r}; it must be one of {choices}"
+                )
+
+    def _check_numbers(self) -> None:
+        for name in ("tp", "dp", "max_model_len", "max_num_seqs", "max_num_tokens", "block_size", "num_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{_spelling(name)} is {value}; it must be at least 1")
+        if self.max_model_len == 1:
+            raise UsageError("--max-model-len is 1; a prompt and an answer need at least 2 tokens")
+        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 1:
+            raise UsageError(f"--kv-memory-fraction is {self.kv_memory_fraction:g}; it must be above 0, at most 1")
+        if not (self.step_timeout_s > 0 and math.isfinite(self.step_timeout_s)):
+            raise UsageError(f"--step-timeout is {self.step_timeout_s:g}; it must be a number of seconds above 0")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}; it must fit into 64 bits")
+        if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
+            raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
+
+    def _check_files(self) -> None:
+        if self.input is None and not self.prompts:
+            raise UsageError(f"there is nothing to run: give -i FILE or --prompt TEXT, for example{_EXAMPLES}")
+        if self.input is not None and self.prompts:
+            raise UsageError("-i and --prompt both give requests; give one of them")
+        if self.input is not None and self.output is None:
+            raise UsageError("say where the answers go: -o FILE, or -o - for standard output")
+        if self.overwrite and self.output in (None, "-"):
+            raise UsageError("--overwrite needs -o FILE: there is no file to replace")
+        if self.load_format == "dummy" and self.model is None:
+            raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
+        for name in ("input", "output", "model"):
+            if getattr(self, name) == "":
+                raise UsageError(f"{_spelling(name)} is empty; give a path")
+
+
+def _spelling(name: str) -> str:
+    return {"step_timeout_s": "--step-timeout"}.get(name, "--" + name.replace("_", "-"))

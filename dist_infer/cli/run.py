@@ -1,0 +1,162 @@
+"""`dist-infer run`: options in, exit code out."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from dist_infer.cli.environment import Environment
+from dist_infer.cli.options import (
+    DEFAULT_KV_MEMORY_FRACTION,
+    DeviceOption,
+    DTypeOption,
+    LoadFormat,
+    LogLevelOption,
+    RunOptions,
+)
+
+_FRACTIONS = ", ".join(f"{fraction:g} on {device}" for device, fraction in DEFAULT_KV_MEMORY_FRACTION.items())
+
+
+def run(
+    input: Annotated[
+        str | None,
+        typer.Option(
+            "-i",
+            "--input",
+            metavar="FILE",
+            help='Requests, one JSON object a line: OpenAI batch form (chat or completions), or {"prompt": ...}. '
+            "- is standard input, without a launcher only.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            metavar="TEXT",
+            help="A text to be continued, instead of -i; may be given several times. "
+            "Greedy, at most 64 tokens; use -i for anything else.",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Answers, one JSON object a line in OpenAI batch form, as they finish. - is standard output. "
+            "With --prompt and no -o the answers are printed for reading.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output file that exists.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="FOLDER",
+            help="Model folder in Hugging Face form: config.json, safetensors, tokenizer.json. "
+            "[default: the embedded SmolLM2-135M-Instruct]",
+        ),
+    ] = None,
+    load_format: Annotated[
+        LoadFormat,
+        typer.Option("--load-format", help="dummy: seeded random weights, from a config.json alone."),
+    ] = "auto",
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", metavar="RANKS", help="Ranks that share one copy of the model. [default: world size / dp]"
+        ),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option("--dp", metavar="GROUPS", help="Groups with requests and KV cache of their own. [default: 1]"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            metavar="TOKENS",
+            help="Longest sequence, prompt and answer together. [default: what the model and the KV cache allow]",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", metavar="COUNT", help="Sequences of one step, per group.")
+    ] = 64,
+    max_num_tokens: Annotated[
+        int, typer.Option("--max-num-tokens", metavar="TOKENS", help="Tokens of one step, per group.")
+    ] = 2048,
+    block_size: Annotated[
+        int, typer.Option("--block-size", metavar="TOKENS", help="Tokens of one KV cache block.")
+    ] = 16,
+    num_kv_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-kv-blocks",
+            metavar="COUNT",
+            help="KV cache blocks, per group. [default: what --kv-memory-fraction holds]",
+        ),
+    ] = None,
+    kv_memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-memory-fraction",
+            metavar="SHARE",
+            help="Share of the memory left after loading that the KV cache takes, above 0, at most 1. "
+            f"[default: {_FRACTIONS}]",
+        ),
+    ] = None,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute every prompt anew, reuse no KV blocks.")
+    ] = False,
+    dtype: Annotated[
+        DTypeOption, typer.Option("--dtype", help="Weights and activations; auto: the checkpoint's, float32 on CPU.")
+    ] = "auto",
+    device: Annotated[
+        DeviceOption, typer.Option("--device", help="auto: cuda where there is one for each rank, else cpu.")
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="INT", help="Seed of requests without one, and of dummy weights.")
+    ] = 0,
+    log_level: Annotated[LogLevelOption, typer.Option("--log-level", help="Least level that is logged.")] = "info",
+    step_timeout: Annotated[
+        float,
+        typer.Option("--step-timeout", metavar="SECONDS", help="The job is aborted when a step takes longer."),
+    ] = 300.0,
+) -> int:
+    """Answer the requests of a file, or a few prompts, and end.
+
+    \b
+    dist-infer run --prompt "The capital of France is"
+    mpirun -n 2 dist-infer run -i requests.jsonl -o answers.jsonl
+
+    Exit code: 0 all done, 1 error, 2 wrong usage, 3 done but some requests failed, 75 stopped before the end.
+    """
+    options = RunOptions(
+        input=input,
+        prompts=tuple(prompt or ()),
+        output=output,
+        overwrite=overwrite,
+        model=model,
+        load_format=load_format,
+        tp=tp,
+        dp=dp,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        kv_memory_fraction=kv_memory_fraction,
+        prefix_cache=not no_prefix_cache,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        log_level=log_level,
+        step_timeout_s=step_timeout,
+    )
+    environment = Environment.read(os.environ)
+    options.check_launcher(environment.launcher.name if environment.launcher else None)
+    # The one import inside a function: it brings torch and MPI, which --help and wrong options must not wait for.
+    from dist_infer.cli.job import run_job
+
+    return int(run_job(options, environment))
