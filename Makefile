@@ -52,7 +52,7 @@ soak: $(TEST_STAMP) ## the long grids and trials
 	$(VENV)/bin/pytest -m soak
 
 results: $(RUN_STAMP) ## benchmarks/results.md from benchmarks/results/*.json
-	$(VENV)/bin/python benchmarks/results_table.py
+	$(VENV)/bin/python -m benchmarks.results_table
 
 oracle: $(ORACLE_STAMP) ## tests/data/smollm2_oracle.json, by llama.cpp
 	$(VENV)/bin/python tests/make_oracle.py

