@@ -131,7 +131,7 @@ def test_absent_rank_is_an_error_in_time() -> None:
         )
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2, 4)
 def test_axes_connect_the_ranks_of_the_mesh(world: World) -> None:
     options = [{"dp": 1}, {"dp": world.size}] + [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 1}] * (world.size == 4)
     for choice in options:

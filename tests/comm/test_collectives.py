@@ -342,5 +342,5 @@ def test_wide_groups_in_one_order() -> None:
     """The oracle itself, on numbers that can be added by hand."""
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     assert [x.item() for x in reference.all_reduce(parts)] == [1.0] * 4
-    assert reference.all_reduce([torch.tensor([-0.0])])[0].item().hex() == "0x0.0p+0"
+    assert str(reference.all_reduce([torch.tensor([-0.0])])[0].item()) == "0.0"
     assert [x.tolist() for x in reference.reduce_scatter([torch.arange(3.0)] * 2, [2, 1])] == [[0.0, 2.0], [4.0]]
