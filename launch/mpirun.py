@@ -144,7 +144,8 @@ def _open_mpi_tuning(major: int) -> dict[str, str]:
 def start(launch: Command, *, output: IO[bytes] | int | None = None, cwd: str | None = None) -> subprocess.Popen[bytes]:
     """Start the launcher in a process group of its own, without stdin.
 
-    Its stdout and stderr go to `output` where that is given. It gets SIGTERM when the calling thread ends, so keep that thread until the launch is over.
+    Its stdout and stderr go to `output` where that is given. It gets SIGTERM when the calling thread ends, so keep that
+    thread until the launch is over.
     """
     return subprocess.Popen(
         launch.argv,

@@ -7,8 +7,7 @@ only sets a flag; every wait of a rank polls in Python, so the handler runs with
 import ctypes
 import os
 import signal
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
 
 from dist_infer.errors import ExitCode
 
@@ -20,20 +19,24 @@ _PR_SET_PDEATHSIG = 1
 class StopSignals:
     """Turns SIGUSR1, SIGTERM and SIGINT into a flag; `close` gives the old handlers back.
 
-    The second signal leaves at once with code 1: no cleanup, because cleanup may be what hangs.
+    The second signal leaves at once with code 1: no cleanup, because cleanup may be what hangs. So does the first one
+    as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._stop = False
+        self._heeded = False
         self._old: dict[signal.Signals, object] = {}
 
     def stop_requested(self) -> bool:
-        """True once a signal has asked this rank to stop."""
+        """True once a signal has asked this rank to stop. Who asks must also stop."""
+        self._heeded = True
         return self._stop
 
-    def request_stop(self) -> None:
-        """What the first signal does."""
-        self._stop = True
+    def nobody_asks(self) -> None:
+        """Whoever asked has ended: the next signal leaves at once again."""
+        self._heeded = False
 
     def install(self) -> None:
         """Take the handlers over. Only the main thread of a process can."""
@@ -46,21 +49,13 @@ class StopSignals:
             number, handler = self._old.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def __enter__(self) -> Self:
-        self.install()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop:
-            name = signal.Signals(number).name
-            os.write(2, f"dist-infer: second signal ({name}) to pid {os.getpid()}: leaving at once\n".encode())
-            os._exit(ExitCode.ERROR)
-        self._stop = True
+        if self._heeded and not self._stop:
+            self._stop = True
+            return
+        why = "the second signal" if self._stop else "there is nothing to drain"
+        os.write(2, f"dist-infer: {self._name} got {signal.Signals(number).name} and leaves at once: {why}\n".encode())
+        os._exit(ExitCode.ERROR)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
