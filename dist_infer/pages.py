@@ -1,15 +1,16 @@
 """The pool of KV blocks (pages) of one group, and the prefix cache on top of it. Host data only: no torch here.
 
-A block is *free* when no sequence holds it. Blocks are never written while two sequences hold them: only a block that is full and whose
-KV has really been computed is registered under its hash, and only a registered block can be shared. The hash of a block is chained over
-the hash of the block before it, so equal hashes mean equal prefixes, not only equal blocks.
+A block is *free* when no sequence holds it. Blocks are never written while two sequences hold them: only a block that is
+full and whose KV has really been computed is registered under its hash, and only a registered block can be shared. The
+hash of a block is chained over the hash of the block before it, so equal hashes mean equal prefixes, not only equal blocks.
 
-A free block keeps its registration until it is needed for something else. Blocks without one are handed out first, oldest release first,
-then the registered ones, least recently used first. All of this is a pure function of the calls: the ranks of a group hold equal pools.
+A free block keeps its registration until it is needed for something else. Blocks without one are handed out first, oldest
+release first, then the registered ones, least recently used first. All of this is a pure function of the calls, so the
+ranks of a group hold equal pools.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -19,7 +20,7 @@ _HASH_BYTES = 32  # strong, because a collision would show one user's prompt to 
 
 
 def chain_hash(parent: bytes, token_ids: Int64Array) -> bytes:
-    """The hash of a full block: of its token ids and of all that stand before them. `parent` is b"" for the first block."""
+    """The hash of a full block: of its token ids and of all before them. `parent` is b"" for the first block."""
     return blake2b(parent + token_ids.tobytes(), digest_size=_HASH_BYTES).digest()
 
 
@@ -72,8 +73,8 @@ class BlockPool:
         self.counters.allocated += count
         return blocks
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest registered prefix; they stay free until `share` takes them."""
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest registered prefix, asked for up to the first miss; `share` then takes them."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -95,13 +96,13 @@ class BlockPool:
         self.counters.shared += len(blocks)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full block reusable. Call it only when its KV has been computed, by its owner; an equal block that is known wins."""
+        """Make a full block reusable, once its KV has been computed; an equal block that is registered already wins."""
         if self._prefix_cache and self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference of each block back, the last block of the sequence first: prefixes outlive their continuations.
+        """Give one reference of each block back, the last block first: prefixes outlive their continuations.
 
         Errors: ValueError when nobody holds the block.
         """
