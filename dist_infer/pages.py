@@ -1,12 +1,13 @@
 """The pool of KV blocks (pages) of one group, and the prefix cache on top of it. Host data only: no torch here.
 
-A block is *free* when no sequence holds it. Blocks are never written while two sequences hold them: only a block that is
-full and whose KV has really been computed is registered under its hash, and only a registered block can be shared. The
-hash of a block is chained over the hash of the block before it, so equal hashes mean equal prefixes, not only equal blocks.
+A block is *free* when no sequence holds it. Blocks are never written while two sequences hold them: only a block
+that is full and whose KV has really been computed is registered under its hash, and only a registered block can be
+shared. The hash of a block is chained over the hash of the block before it, so equal hashes mean equal prefixes,
+not only equal blocks.
 
-A free block keeps its registration until it is needed for something else. Blocks without one are handed out first, oldest
-release first, then the registered ones, least recently used first. All of this is a pure function of the calls, so the
-ranks of a group hold equal pools.
+A free block keeps its registration until it is needed for something else. Blocks without one are handed out first,
+oldest release first, then the registered ones, least recently used first. All of this is a pure function of the
+calls, so the ranks of a group hold equal pools.
 """
 
 from collections import OrderedDict, deque

@@ -1,36 +1,34 @@
-"""Which tokens a group computes in a step: continuous batching, chunked prefill, paged KV. Host data only: no torch.
+"""Which tokens a group computes in a step: continuous batching, chunked prefill, paged KV. Host data only.
 
-The ranks of a group hold one schedule, because everything here is a pure function of the news and of what `commit` has
-shown. Rule numbers are those of docs/protocol.md.
+The ranks of a group hold one schedule, because everything here is a pure function of the news and of what `commit`
+has shown. Rule numbers are those of docs/protocol.md.
 
-Order of a step: sequences that decode, oldest first; then prompts under way; then new ones while tokens, rows and blocks
-last. A prompt gets all of its blocks when it is admitted, so only decoding asks for more. Where none is free, the newest
-sequence is preempted (its tokens are kept, its KV is computed again later), unless a step in flight gives blocks back
-anyway. A sequence never preempts an older one nor itself: it waits. So the oldest always goes on, alone if it must, and
-`check_fits` has made sure that it can.
+Order of a step: sequences that decode, oldest first; then prompts under way; then new ones while tokens, rows and
+blocks last. A prompt gets all of its blocks when it is admitted, so only decoding asks for more. Where none is
+free, the newest sequence is preempted (its tokens are kept, its KV is computed again later), unless a step in
+flight gives blocks back anyway. A sequence never preempts an older one nor itself: it waits. So the oldest always
+goes on, alone if it must, and `check_fits` has made sure that it can.
 
-At depth 1 `schedule(n)` runs before `commit(n-1)`: the token that n-1 samples has a position and a KV slot, but no id yet
-(-1). What leaves while in flight (finished, aborted, preempted) keeps its blocks until the commit of its last step.
+At depth 1 `schedule(n)` runs before `commit(n-1)`: the token that n-1 samples has a position and a KV slot, but no
+id yet (-1). What leaves while in flight (finished, aborted, preempted) keeps its blocks until the commit of its
+last step.
 """
 
 import zlib
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from heapq import heappop, heappush
+from dataclasses import dataclass
 
 import numpy as np
 
 from dist_infer.config import SchedulerConfig
 from dist_infer.errors import RequestError, UsageError
-from dist_infer.pages import BlockPool, chain_hash
-from dist_infer.types import Batch, BatchKind, FinishReason, Int64Array, News, Request, StepOutput
+from dist_infer.pages import BlockPool
+from dist_infer.sequences import Plan, Rows, Sequence, State, ceil_div
+from dist_infer.types import Batch, FinishReason, Int64Array, News, Request, StepOutput
 
-_UNKNOWN_TOKEN = -1
-_NO_PAGE = -1
-_RUNNING_PER_SPARE_BLOCK = 4  # an admission leaves a free block to each so many running sequences, against thrashing
+# An admission leaves a free block to each so many running sequences, so that it isn't preempted at once.
+_RUNNING_PER_SPARE_BLOCK = 4
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
@@ -57,7 +55,7 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
             param="max_tokens",
             code="context_length_exceeded",
         )
-    num_blocks = _ceil_div(prompt_len + max_tokens - 1, config.block_size)  # the last token's KV is never needed
+    num_blocks = ceil_div(prompt_len + max_tokens - 1, config.block_size)  # the last token's KV is never needed
     if num_blocks > config.num_kv_blocks:
         raise RequestError(
             f"the prompt of {prompt_len} tokens with max_tokens {max_tokens} needs {num_blocks} KV blocks of "
@@ -91,87 +89,12 @@ def batch_digest(batch: Batch) -> int:
     return crc
 
 
-class _State(Enum):
-    WAITING = auto()  # never started, or preempted
-    RUNNING = auto()
-    PREEMPTING = auto()  # in flight: its token counts, then it waits
-    ENDED = auto()  # finished or aborted: what is in flight is dropped
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Sequence:
-    """A request on its way. `tokens[:num_known]` are prompt and output; `num_unknown` more are sampled in flight."""
-
-    request: Request
-    arrival: int
-    tokens: Int64Array
-    prompt_len: int
-    num_known: int
-    max_len: int
-    stop_ids: frozenset[int]
-    state: _State = _State.WAITING
-    num_scheduled: int = 0  # tokens whose KV is computed, or will be by the steps in flight
-    num_unknown: int = 0
-    num_in_flight: int = 0  # steps
-    row: int = -1
-    blocks: list[int] = field(default_factory=list)
-    num_registered: int = 0  # leading blocks that the prefix cache has seen
-    hashes: list[bytes] = field(default_factory=list)
-
-    @classmethod
-    def arrive(cls, request: Request, arrival: int) -> "_Sequence":
-        prompt_len = len(request.prompt_ids)
-        max_len = prompt_len + request.sampling.max_tokens
-        tokens = np.empty(max_len, np.int64)
-        tokens[:prompt_len] = request.prompt_ids
-        return cls(
-            request=request,
-            arrival=arrival,
-            tokens=tokens,
-            prompt_len=prompt_len,
-            num_known=prompt_len,
-            max_len=max_len,
-            stop_ids=frozenset(request.sampling.stop_token_ids),
-        )
-
-    @property
-    def target(self) -> int:
-        """Tokens that have an id or get one from a step in flight."""
-        return self.num_known + self.num_unknown
-
-    def block_hash(self, idx: int, block_size: int) -> bytes:
-        """The hash of block `idx`, which is full of known tokens."""
-        while len(self.hashes) <= idx:
-            start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else b""
-            self.hashes.append(chain_hash(parent, self.tokens[start : start + block_size]))
-        return self.hashes[idx]
-
-
-@dataclass(slots=True)
-class _Plan:
-    """The sequences of a step; sequence s computes its tokens starts[s] to ends[s]."""
-
-    budget: int
-    seqs: list[_Sequence] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    starved: bool = False  # somebody lacks a block: admit nobody
-
-    def add(self, seq: _Sequence, num_tokens: int) -> None:
-        start = seq.num_scheduled
-        self.seqs.append(seq)
-        self.starts.append(start)
-        self.ends.append(start + num_tokens)
-        self.budget -= num_tokens
-
-
 @dataclass(slots=True)
 class _Step:
     """A batch in flight."""
 
     batch: Batch
-    seqs: list[_Sequence]
+    seqs: list[Sequence]
     ends: list[int]
 
 
@@ -199,12 +122,12 @@ class Scheduler:
         self._config = config
         self._group = group
         self._pool = BlockPool(config.num_kv_blocks, prefix_cache=config.prefix_cache)
-        self._rows = _Rows(config)
+        self._rows = Rows(config)
         self._num_arrived = 0
-        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()  # never started, oldest first
-        self._preempted: list[_Sequence] = []  # newest first; all are older than the waiting
-        self._running: dict[int, _Sequence] = {}  # oldest first; all are older than the preempted
-        self._preempting: dict[int, _Sequence] = {}
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # never started, oldest first
+        self._preempted: list[Sequence] = []  # newest first; all are older than the waiting
+        self._running: dict[int, Sequence] = {}  # oldest first; all are older than the preempted
+        self._preempting: dict[int, Sequence] = {}
         self._leaving: set[int] = set()  # requests whose blocks come back at the commit of a step in flight
         self._in_flight: deque[_Step] = deque()
 
@@ -224,7 +147,7 @@ class Scheduler:
             if admission.group == self._group:
                 check_fits(admission.request, self._config)  # rank 0 has done so; a misfit would wait for ever
                 self._num_arrived += 1
-                self._waiting[admission.request.request_id] = _Sequence.arrive(admission.request, self._num_arrived)
+                self._waiting[admission.request.request_id] = Sequence.arrive(admission.request, self._num_arrived)
         for request_id in news.aborts:
             self._abort(request_id)
         if drain:
@@ -237,7 +160,7 @@ class Scheduler:
         """
         if len(self._in_flight) > self._config.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight: commit the oldest one first")
-        plan = _Plan(self._config.max_num_tokens)
+        plan = Plan(self._config.max_num_tokens)
         self._plan_running(plan)
         self._plan_admissions(plan)
         if not plan.seqs:
@@ -268,20 +191,20 @@ class Scheduler:
             self._register_blocks(seq, end)
             if idx in sampled:
                 seq.num_unknown -= 1
-                if seq.state is not _State.ENDED:
+                if seq.state is not State.ENDED:
                     outputs.append(self._append_token(seq, sampled[idx]))
-            if seq.state is not _State.RUNNING:
+            if seq.state is not State.RUNNING:
                 self._leave(seq)
         return outputs
 
     # Parts of schedule.
 
-    def _plan_running(self, plan: _Plan) -> None:
+    def _plan_running(self, plan: Plan) -> None:
         """Decodes first, oldest first; then the chunks of prompts under way."""
         chunked = []
         for seq in list(self._running.values()):
             num_todo = seq.target - seq.num_scheduled
-            if seq.state is not _State.RUNNING or seq.target == seq.max_len:
+            if seq.state is not State.RUNNING or seq.target == seq.max_len:
                 continue  # preempted a moment ago; or its last token is in flight
             if num_todo > 1 or seq.num_scheduled < seq.prompt_len:
                 chunked.append(seq)
@@ -290,16 +213,16 @@ class Scheduler:
                 if seq.target + 1 == seq.max_len:
                     self._leaving.add(seq.request.request_id)
         for seq in chunked:
-            if plan.budget and seq.state is _State.RUNNING:
+            if plan.budget and seq.state is State.RUNNING:
                 self._plan_chunk(seq, plan)
 
-    def _plan_chunk(self, seq: _Sequence, plan: _Plan) -> None:
+    def _plan_chunk(self, seq: Sequence, plan: Plan) -> None:
         num_todo = seq.num_known - seq.num_scheduled
         plan.add(seq, min(num_todo, plan.budget))
         if seq.num_known + 1 == seq.max_len and plan.ends[-1] == seq.num_known:
             self._leaving.add(seq.request.request_id)
 
-    def _grow(self, seq: _Sequence, plan: _Plan) -> bool:
+    def _grow(self, seq: Sequence, plan: Plan) -> bool:
         """Make sure that the next token of a sequence has a slot; false when it must wait for one."""
         if seq.num_scheduled < len(seq.blocks) * self._config.block_size:
             return True
@@ -312,15 +235,15 @@ class Scheduler:
         self._hold(seq, self._pool.allocate(1))
         return True
 
-    def _preempt(self, seq: _Sequence) -> None:
+    def _preempt(self, seq: Sequence) -> None:
         request_id = seq.request.request_id
         del self._running[request_id]
-        seq.state = _State.PREEMPTING
+        seq.state = State.PREEMPTING
         self._preempting[request_id] = seq
         self.counters.preemptions += 1
         self._leave(seq)
 
-    def _plan_admissions(self, plan: _Plan) -> None:
+    def _plan_admissions(self, plan: Plan) -> None:
         """The preempted, then the waiting, each in order of arrival: nobody overtakes."""
         while plan.budget and not plan.starved and self._rows.num_free:
             if self._preempted:
@@ -335,16 +258,16 @@ class Scheduler:
                 self._preempted.pop()
             else:
                 self._waiting.popitem(last=False)
-            seq.state = _State.RUNNING
+            seq.state = State.RUNNING
             self._running[seq.request.request_id] = seq
             self._plan_chunk(seq, plan)
 
-    def _place(self, seq: _Sequence) -> bool:
-        """Give a sequence a row and blocks for all its tokens. The last token is never reused: its logits are needed."""
+    def _place(self, seq: Sequence) -> bool:
+        """A row and blocks for all tokens of a sequence. The last token's KV is never reused: its logits are due."""
         block_size = self._config.block_size
         num_reusable = (seq.num_known - 1) // block_size if self._config.prefix_cache else 0
         cached = self._pool.match(seq.block_hash(idx, block_size) for idx in range(num_reusable))
-        num_new = _ceil_div(seq.num_known, block_size) - len(cached)
+        num_new = ceil_div(seq.num_known, block_size) - len(cached)
         spare = len(self._running) // _RUNNING_PER_SPARE_BLOCK
         if num_new + spare > self._pool.num_free - self._pool.num_free_among(cached):
             return False
@@ -358,7 +281,7 @@ class Scheduler:
         self.counters.cached_tokens += seq.num_scheduled
         return True
 
-    def _hold(self, seq: _Sequence, blocks: list[int]) -> None:
+    def _hold(self, seq: Sequence, blocks: list[int]) -> None:
         self._rows.set_pages(seq.row, len(seq.blocks), blocks)
         seq.blocks += blocks
 
@@ -371,10 +294,10 @@ class Scheduler:
         self._preempted = [seq for seq in self._preempted if seq.request.request_id != request_id]
         seq = self._running.pop(request_id, None) or self._preempting.pop(request_id, None)
         if seq is not None:
-            seq.state = _State.ENDED
+            seq.state = State.ENDED
             self._leave(seq)
 
-    def _register_blocks(self, seq: _Sequence, num_computed: int) -> None:
+    def _register_blocks(self, seq: Sequence, num_computed: int) -> None:
         """The KV of `num_computed` tokens is there: their full blocks may be shared from now on."""
         if self._config.prefix_cache:
             block_size = self._config.block_size
@@ -382,7 +305,7 @@ class Scheduler:
                 self._pool.register(seq.blocks[idx], seq.block_hash(idx, block_size))
                 seq.num_registered = idx + 1
 
-    def _append_token(self, seq: _Sequence, token_id: int) -> StepOutput:
+    def _append_token(self, seq: Sequence, token_id: int) -> StepOutput:
         seq.tokens[seq.num_known] = token_id
         seq.num_known += 1
         reason: FinishReason | None = None
@@ -392,12 +315,12 @@ class Scheduler:
             reason = "length"
         request_id = seq.request.request_id
         if reason is not None:
-            seq.state = _State.ENDED
+            seq.state = State.ENDED
             self._running.pop(request_id, None)
             self._preempting.pop(request_id, None)
         return StepOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
 
-    def _leave(self, seq: _Sequence) -> None:
+    def _leave(self, seq: Sequence) -> None:
         """Take row and blocks from a sequence that no longer runs, as soon as none of its steps is in flight."""
         request_id = seq.request.request_id
         if seq.num_in_flight:
@@ -407,93 +330,10 @@ class Scheduler:
         self._pool.release(seq.blocks)
         self._rows.give_back(seq.row, len(seq.blocks))
         seq.blocks, seq.row, seq.num_registered, seq.num_scheduled = [], -1, 0, 0
-        if seq.state is _State.PREEMPTING:
+        if seq.state is State.PREEMPTING:
             del self._preempting[request_id]
-            seq.state = _State.WAITING
+            seq.state = State.WAITING
             insort(self._preempted, seq, key=lambda other: -other.arrival)
-
-
-class _Rows:
-    """What the runner and the sampler need of each running sequence, in arrays with a row per sequence."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        max_pages = min(_ceil_div(config.max_model_len, config.block_size), config.num_kv_blocks)
-        self._block_size = config.block_size
-        self._free = list(range(config.max_num_seqs))  # a heap: the smallest row first
-        self._pages = np.full((config.max_num_seqs, max_pages), _NO_PAGE, np.int32)
-        self._temperature = np.zeros(config.max_num_seqs, np.float64)
-        self._top_k = np.zeros(config.max_num_seqs, np.int32)
-        self._top_p = np.ones(config.max_num_seqs, np.float64)
-        self._seeds = np.zeros(config.max_num_seqs, np.int64)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, request: Request) -> int:
-        row = heappop(self._free)
-        sampling = request.sampling
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = sampling.top_k
-        self._top_p[row] = sampling.top_p
-        self._seeds[row] = sampling.seed
-        return row
-
-    def give_back(self, row: int, num_pages: int) -> None:
-        self._pages[row, :num_pages] = _NO_PAGE
-        heappush(self._free, row)
-
-    def set_pages(self, row: int, first: int, blocks: list[int]) -> None:
-        self._pages[row, first : first + len(blocks)] = blocks
-
-    def fill(self, plan: _Plan) -> Batch:
-        """The batch of a plan, before the plan's sequences are advanced."""
-        num_seqs = len(plan.seqs)
-        rows = np.array([seq.row for seq in plan.seqs], np.int32)
-        starts, ends = np.array(plan.starts, np.int64), np.array(plan.ends, np.int64)
-        lens = ends - starts
-        query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(lens, out=query_start[1:])
-        token_seqs = np.repeat(np.arange(num_seqs), lens)
-        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[token_seqs]
-        pages = self._pages[rows[token_seqs], positions // self._block_size]
-        targets = np.array([seq.target for seq in plan.seqs], np.int64)
-        logit_seqs = np.flatnonzero(ends == targets).astype(np.int32)
-        logit_state_rows = rows[logit_seqs]
-        return Batch(
-            kind=_kind_of(plan),
-            request_ids=np.array([seq.request.request_id for seq in plan.seqs], np.int64),
-            token_ids=np.concatenate(list(_input_ids(plan))),
-            positions=positions,
-            slots=pages.astype(np.int64) * self._block_size + positions % self._block_size,
-            query_start=query_start,
-            kv_lens=ends.astype(np.int32),
-            page_table=self._pages[rows, : _ceil_div(int(ends.max()), self._block_size)],
-            state_rows=rows,
-            logit_rows=query_start[1:][logit_seqs].astype(np.int64) - 1,
-            logit_seqs=logit_seqs,
-            temperature=self._temperature[logit_state_rows],
-            top_k=self._top_k[logit_state_rows],
-            top_p=self._top_p[logit_state_rows],
-            seeds=self._seeds[logit_state_rows],
-            draw_positions=ends[logit_seqs],
-        )
-
-
-def _input_ids(plan: _Plan) -> Iterator[Int64Array]:
-    unknown = np.full(1, _UNKNOWN_TOKEN, np.int64)
-    for seq, start, end in zip(plan.seqs, plan.starts, plan.ends, strict=True):
-        yield seq.tokens[start:end] if end <= seq.num_known else unknown
-
-
-def _kind_of(plan: _Plan) -> BatchKind:
-    kind = BatchKind.DECODE
-    for seq, start, end in zip(plan.seqs, plan.starts, plan.ends, strict=True):
-        if start == 0:
-            return BatchKind.PREFILL
-        if start < seq.prompt_len or end - start > 1 or end < seq.target:
-            kind = BatchKind.EXTEND
-    return kind
 
 
 def _check_config(config: SchedulerConfig) -> None:
@@ -509,7 +349,3 @@ def _check_config(config: SchedulerConfig) -> None:
             raise UsageError(f"{name} is {value}: it must be at least {least}")
     if config.depth not in (0, 1):
         raise UsageError(f"depth is {config.depth}: it must be 0 or 1")
-
-
-def _ceil_div(value: int, divisor: int) -> int:
-    return -(-value // divisor)
