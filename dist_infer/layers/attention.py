@@ -67,6 +67,7 @@ class Attention:
     def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
         shard = split_heads(config.num_heads, config.num_kv_heads, setup.tp.size, setup.tp.rank)
         self._head_dim = config.head_dim
+        self._num_qkv_heads = len(shard.heads) + 2 * len(shard.kv_heads)
         query = OutputRows("q_proj", config.num_heads * config.head_dim, _channels(shard.heads, config.head_dim))
         kv_total, kv_held = config.num_kv_heads * config.head_dim, _channels(shard.kv_heads, config.head_dim)
         self.qkv = ColumnParallelLinear(
@@ -86,7 +87,7 @@ class Attention:
         Shapes: hidden [T, D] -> [T, D].
         Ranks: collective over tp.
         """
-        qkv = self.qkv(hidden).view(len(hidden), -1, self._head_dim)
+        qkv = self.qkv(hidden).view(len(hidden), self._num_qkv_heads, self._head_dim)
         q = rotary_op.rotary(qkv, step.cos, step.sin, step.slots, kv.k, kv.v, library=self._rotary)
         return self.output(step.attend(q, kv.k, kv.v).flatten(1))
 

@@ -1,0 +1,5 @@
+"""Where kernel tests run: always on the CPU, and on a GPU where there is one."""
+
+import pytest
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

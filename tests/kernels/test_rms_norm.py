@@ -1,0 +1,71 @@
+"""RMSNorm: rounding points, the residual addition, refusal of what doesn't fit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.rms_norm import LIBRARIES, RmsNormFunction, rms_norm
+from tests.devices import DEVICES
+from tests.yardstick import check_error
+
+EPS = 1e-5
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def formula(total: Tensor, weight: Tensor) -> Tensor:
+    wide = total.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(0, 63), (1, 1), (63, 129), (129, 63), (3, 576)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_against_the_formula(
+    device: str,
+    library: Library[RmsNormFunction],
+    dtype: torch.dtype,
+    num_tokens: int,
+    hidden: int,
+    with_residual: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens + hidden)
+    x, residual = (torch.randn(num_tokens, hidden, generator=generator).to(dtype).to(device) for _ in range(2))
+    weight = (torch.rand(hidden, generator=generator) + 0.5).to(dtype).to(device)
+    normed, total = rms_norm(x, weight, EPS, residual if with_residual else None, library=library)
+    expected_total = x + residual if with_residual else x
+    assert torch.equal(total, expected_total)
+    truth = formula(expected_total, weight)
+    yardstick = torch.nn.functional.rms_norm(expected_total, (hidden,), weight, EPS)
+    check_error(normed, truth, yardstick)
+
+
+def test_variance_is_that_of_the_rounded_sum() -> None:
+    """256 + 1 is 256 in bfloat16: the norm must see 256, as a later layer does."""
+    x, residual = torch.tensor([[256.0, 1.0]]).bfloat16(), torch.tensor([[1.0, 1.0]]).bfloat16()
+    normed, total = rms_norm(x, torch.ones(2).bfloat16(), 0.0, residual, library=LIBRARIES[-1])
+    assert total.tolist() == [[256.0, 2.0]]
+    assert normed[0, 1].item() == torch.tensor(2 / ((256**2 + 4) / 2) ** 0.5).bfloat16().item()
+
+
+def test_nan_stays_in_its_row() -> None:
+    x = torch.ones(3, 5)
+    x[1, 2] = torch.nan
+    normed, _ = rms_norm(x, torch.ones(5), EPS, library=LIBRARIES[-1])
+    assert normed.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("weight", "residual", "message"),
+    [
+        (torch.ones(3), None, r"does not fit weight torch.float32 \[3\]"),
+        (torch.ones(4).double(), None, "does not fit weight torch.float64"),
+        (torch.ones(4), torch.ones(1, 4), r"residual torch.float32 \[1, 4\] differs"),
+        (torch.ones(4), torch.ones(2, 4).bfloat16(), "residual torch.bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(weight: Tensor, residual: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(torch.ones(2, 4), weight, EPS, residual, library=LIBRARIES[-1])

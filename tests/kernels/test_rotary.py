@@ -1,0 +1,105 @@
+"""Rotary embedding and the write into the cache."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.rotary import LIBRARIES, RotaryFunction, rotary
+from tests.devices import DEVICES
+from tests.yardstick import check_error
+
+NUM_SLOTS = 300
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotation as complex numbers: channel i is the real part, channel i + H / 2 the imaginary one."""
+    low, high = x.chunk(2, -1)
+    turned = torch.complex(low, high) * torch.complex(cos, sin)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same in the dtype of x, as Hugging Face models do it."""
+    cos, sin = (torch.cat([part, part], -1)[:, None].to(x.dtype) for part in (cos, sin))
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [(0, 2, 1, 8), (1, 3, 3, 2), (63, 9, 3, 64), (129, 1, 1, 6)],
+)
+def test_against_complex_numbers(
+    device: str,
+    library: Library[RotaryFunction],
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shape = (num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    qkv = torch.randn(shape, generator=generator).to(dtype).to(device)
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = 100 * torch.rand(num_tokens, head_dim // 2, generator=generator, dtype=torch.float64)
+    cos, sin = angles.cos().to(angle_dtype).to(device), angles.sin().to(angle_dtype).to(device)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
+    caches = [torch.full((NUM_SLOTS, num_kv_heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    q = rotary(qkv, cos, sin, slots, *caches, library=library)
+    parts = [num_heads, num_kv_heads, num_kv_heads]
+    plain_q, plain_k, plain_v = torch.split(qkv, parts, 1)
+    for ours, plain in ((q, plain_q), (caches[0][slots], plain_k)):
+        truth = turn(plain.double(), cos.double(), sin.double())
+        check_error(ours, truth, rotate_half(plain, cos, sin))
+    assert torch.equal(caches[1][slots], plain_v)
+    untouched = torch.ones(NUM_SLOTS, dtype=torch.bool, device=device).index_fill_(0, slots, False)
+    assert all(bool((cache[untouched] == 7).all()) for cache in caches)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [[-1, 2, -1, 0], [-1, -1, -1, -1]])
+def test_slot_minus_one_is_written_nowhere(device: str, slots: list[int]) -> None:
+    caches = [torch.zeros(4, 1, 2, device=device) for _ in range(2)]
+    qkv = torch.arange(1.0, 25.0, device=device).view(4, 3, 2)
+    cos, sin = torch.ones(4, 1, device=device), torch.zeros(4, 1, device=device)
+    q = rotary(qkv, cos, sin, torch.tensor(slots, device=device), *caches, library=LIBRARIES[-1])
+    assert torch.equal(q, qkv[:, :1])
+    for part, cache in enumerate(caches, 1):
+        expected = torch.zeros(4, 1, 2, device=device)
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                expected[slot] = qkv[row, part]
+        assert torch.equal(cache, expected)
+
+
+def good_arguments() -> dict[str, Tensor]:
+    return {
+        "qkv": torch.ones(2, 4, 6),
+        "cos": torch.ones(2, 3),
+        "sin": torch.ones(2, 3),
+        "slots": torch.zeros(2, dtype=torch.int64),
+        "k_cache": torch.ones(5, 1, 6),
+        "v_cache": torch.ones(5, 1, 6),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("qkv", torch.ones(2, 2, 6), "shapes of qkv"),
+        ("cos", torch.ones(2, 6), "shapes of qkv"),
+        ("slots", torch.zeros(3, dtype=torch.int64), "shapes of qkv"),
+        ("v_cache", torch.ones(5, 2, 6), "shapes of qkv"),
+        ("k_cache", torch.ones(5, 1, 6).bfloat16(), "dtypes of qkv"),
+        ("sin", torch.ones(2, 3).double(), "dtypes of qkv"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, value: Tensor, message: str) -> None:
+    rotary(**good_arguments(), library=LIBRARIES[-1])
+    with pytest.raises(ValueError, match=message):
+        rotary(**{**good_arguments(), name: value}, library=LIBRARIES[-1])

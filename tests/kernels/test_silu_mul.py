@@ -1,0 +1,35 @@
+"""The gated activation."""
+
+import pytest
+import torch
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.silu_mul import LIBRARIES, SiluMulFunction, silu_mul
+from tests.devices import DEVICES
+from tests.yardstick import check_error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(0, 63), (1, 1), (63, 129), (129, 0)])
+def test_against_the_formula(
+    device: str, library: Library[SiluMulFunction], dtype: torch.dtype, num_tokens: int, width: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    gate_up = (4 * torch.randn(num_tokens, 2 * width, generator=generator)).to(dtype).to(device)
+    gate, up = gate_up.double().chunk(2, 1)
+    yardstick = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
+    out = silu_mul(gate_up, library=library)
+    assert out.is_contiguous()
+    check_error(out, gate / (1 + (-gate).exp()) * up, yardstick)
+
+
+def test_large_gates_neither_overflow_nor_vanish() -> None:
+    gate_up = torch.tensor([[1000.0, -1000.0, 2.0, 3.0]])
+    assert silu_mul(gate_up, library=LIBRARIES[-1]).tolist() == [[2000.0, 0.0]]
+
+
+def test_odd_width_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 3\] is not \[tokens, 2 \* intermediate\]"):
+        silu_mul(torch.ones(2, 3), library=LIBRARIES[-1])

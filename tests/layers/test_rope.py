@@ -1,0 +1,67 @@
+"""Angles: against transformers' frequencies, and in float64 whatever the model's dtype."""
+
+import math
+
+import pytest
+import torch
+
+from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.config import RopeConfig
+from dist_infer.layers.rope import RotaryAngles, frequencies
+from tests.layers.setups import setup_of
+from tests.tiny_models import LiftToDouble, transformers
+
+LLAMA3 = RopeConfig(
+    kind="llama3",
+    theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+@pytest.mark.parametrize("head_dim", [2, 64, 128])
+def test_default_frequencies(head_dim: int) -> None:
+    expected = [10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    assert frequencies(RopeConfig(), head_dim).tolist() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_llama3_frequencies(head_dim: int) -> None:
+    """All three zones occur: kept, blended, divided by the factor."""
+    config = transformers.LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": LLAMA3.theta,
+            "factor": LLAMA3.factor,
+            "low_freq_factor": LLAMA3.low_freq_factor,
+            "high_freq_factor": LLAMA3.high_freq_factor,
+            "original_max_position_embeddings": LLAMA3.original_max_position_embeddings,
+        },
+    )
+    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
+    with LiftToDouble():
+        expected, _ = init(config, device="cpu")
+    assert expected.dtype == torch.float64
+    ours = frequencies(LLAMA3, head_dim)
+    torch.testing.assert_close(ours, expected, rtol=1e-14, atol=0)
+    ratio = ours / frequencies(RopeConfig(theta=LLAMA3.theta), head_dim)
+    assert ratio.max() == 1
+    assert ratio.min() == 1 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_angles_are_exact_at_large_positions(dtype: torch.dtype) -> None:
+    """Computed in float32, the angle of position 1,000,001 would be off by 0.02 radians."""
+    cos, sin = RotaryAngles(RopeConfig(), 64, setup_of(SingleCollectives(), dtype))(torch.tensor([0, 1, 1_000_001]))
+    assert cos.dtype == sin.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert cos.shape == sin.shape == (3, 32)
+    for row, position in enumerate((0, 1, 1_000_001)):
+        for i in range(32):
+            angle = position * 10000.0 ** (-2 * i / 64)
+            assert cos[row, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sin[row, i].item() == pytest.approx(math.sin(angle), abs=1e-7)

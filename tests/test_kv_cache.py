@@ -1,0 +1,59 @@
+"""Size and shape of the paged cache."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dist_infer.comm.mesh import split_heads
+from dist_infer.config import ModelConfig, RopeConfig
+from dist_infer.errors import UsageError
+from dist_infer.kv_cache import KVCache, block_bytes, num_blocks_for
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    hidden_size=72,
+    intermediate_size=8,
+    num_layers=5,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=16,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tp_size", "tp_rank", "num_kv_heads"), [(1, 0, 3), (2, 0, 2), (2, 1, 1), (4, 1, 1)])
+def test_bytes_are_what_is_allocated(dtype: torch.dtype, tp_size: int, tp_rank: int, num_kv_heads: int) -> None:
+    shard = split_heads(CONFIG.num_heads, CONFIG.num_kv_heads, tp_size, tp_rank)
+    cache = KVCache(CONFIG, shard, 7, 4, dtype, CPU)
+    assert len(cache.layers) == 5
+    tensors = [tensor for layer in cache.layers for tensor in (layer.k, layer.v)]
+    assert all(tensor.shape == (28, num_kv_heads, 16) and tensor.dtype == dtype for tensor in tensors)
+    assert not any(bool(tensor.any()) for tensor in tensors)
+    assert len({tensor.data_ptr() for tensor in tensors}) == 10
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in tensors) == 7 * block_bytes(CONFIG, shard, 4, dtype)
+
+
+def test_blocks_for_memory() -> None:
+    shard = split_heads(9, 3, 1, 0)
+    page = block_bytes(CONFIG, shard, 4, torch.float32)
+    assert page == 2 * 5 * 4 * 3 * 16 * 4
+    assert num_blocks_for(3 * page, CONFIG, shard, 4, torch.float32) == 3
+    assert num_blocks_for(3 * page - 1, CONFIG, shard, 4, torch.float32) == 2
+    with pytest.raises(
+        UsageError, match=r"a KV block of 4 tokens takes 0.0 MiB on this rank .* raise --kv-memory-fraction"
+    ):
+        num_blocks_for(page - 1, CONFIG, shard, 4, torch.float32)
+
+
+def test_a_cache_that_does_not_fit_names_the_options() -> None:
+    huge = dataclasses.replace(CONFIG, head_dim=1 << 30)
+    with pytest.raises(
+        UsageError, match=r"KV cache of 1024 blocks takes \d+ MiB, more than cpu has left: lower --num-kv"
+    ):
+        KVCache(huge, split_heads(9, 3, 1, 0), 1024, 16, torch.float32, CPU)

@@ -1,0 +1,22 @@
+"""Two-level oracle: the truth is a float64 formula, the yardstick is torch in the dtype under test."""
+
+import torch
+from torch import Tensor
+
+
+def check_error(ours: Tensor, truth: Tensor, yardstick: Tensor, *, factor: float = 2.0) -> None:
+    """The largest error of `ours` is at most `factor` times the yardstick's.
+
+    Where the yardstick happens to be exact, half a unit in the last place of the largest value is allowed; in
+    float64, where the truth is rounded too, sixteen units.
+    """
+    assert ours.dtype == yardstick.dtype
+    assert ours.shape == truth.shape == yardstick.shape
+    if truth.numel() == 0:
+        return
+    assert truth.dtype == torch.float64
+    error = (ours.double() - truth).abs().max().item()
+    measured = (yardstick.double() - truth).abs().max().item()
+    units = 16 if ours.dtype == torch.float64 else 0.5
+    floor = units * torch.finfo(ours.dtype).eps * truth.abs().max().item()
+    assert error <= max(factor * measured, floor), f"error {error:.3g} is above {factor} times {measured:.3g}"
