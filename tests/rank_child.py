@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dist_infer.errors import ExitCode
-
 if TYPE_CHECKING:
     from dist_infer.launch.world import World
 
@@ -54,11 +52,10 @@ class RankWorld:
             from dist_infer.launch.world import World  # brings torch, which the parent and most selections do without
 
             on_gpu = any(item.get_closest_marker("gpu") for item in session.items)
-            self.world = World.open(device="cuda" if on_gpu else "cpu")
+            self.world = World.open(device="cuda" if on_gpu else "cpu", share_gpu=True)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.world is not None and exitstatus == pytest.ExitCode.OK:
-            self.world.farewell(ExitCode.DONE)
             self.world.close()
 
 

@@ -21,6 +21,7 @@ from dist_infer.launch import mpirun
 from tests.rank_child import FOLDER_VARIABLE
 from tests.rank_log import Launch, RankLog
 
+LAUNCHER_VARIABLE = "DIST_INFER_TESTS_MPIRUN"  # another mpirun than the one beside this Python
 MAX_LAUNCHES = 5  # of one file and size: each test that fails costs one more
 START_UP_S = 180.0
 _GRACE_S = 5.0  # after a test's own time-out, in which the ranks write down their stacks
@@ -162,7 +163,8 @@ def _command(item: pytest.Item, size: int, folder: Path, config: pytest.Config) 
     extra_env = _ENVIRONMENT | {FOLDER_VARIABLE: str(folder)}
     if size == 1:  # as users without a launcher run it
         return mpirun.Command(argv=tuple(inner), env=mpirun.scrub(os.environ) | extra_env)
-    return mpirun.command(size, inner, launcher=mpirun.find_launcher(), oversubscribe=True, extra_env=extra_env)
+    launcher = mpirun.find_launcher(os.environ.get(LAUNCHER_VARIABLE))
+    return mpirun.command(size, inner, launcher=launcher, oversubscribe=True, extra_env=extra_env)
 
 
 def _run(command: mpirun.Command, folder: Path, size: int, cwd: str) -> tuple[int, bool]:
