@@ -52,11 +52,11 @@ def load_weights(
 ) -> int:
     """Copies every slot's part of the source into its parameter and returns the bytes written.
 
-    What can be checked without reading a weight is checked first, so that a wrong checkpoint fails before the long part.
-    `ignored` holds regular expressions for whole names that may be in the source and are skipped; `tied` maps names that
-    may repeat another tensor to the one that is used, with a warning where they differ. `on_tensor` hears of each tensor
-    after it was loaded: it tells a watchdog that the load goes on. `parameters` (name and tensor) are what the slots must
-    fill; without them it is every storage that a slot points into.
+    What can be checked without reading a weight is checked first, so a wrong checkpoint fails before the long part.
+    `ignored` holds regular expressions for whole names that may be in the source and are skipped; `tied` maps names
+    that may repeat another tensor to the one that is used, with a warning where they differ. `on_tensor` hears of each
+    tensor after it was loaded: it tells a watchdog that the load goes on. `parameters` (name and tensor) are what the
+    slots must fill; without them it is every storage that a slot points into.
 
     Ranks: local.
     Errors: CheckpointError naming file and tensor: missing, unexpected, wrong shape, a cast that has no meaning or

@@ -2,8 +2,8 @@
 
 Only the bytes of the wanted part are read, with pread into the memory of the result: a rank needs its shard plus one
 part, and a file that ends early or an I/O error is a message with file and tensor. The safetensors package can't give
-both: its memory map dies by SIGBUS when a file shrinks or a network file system fails, and its pages count as the rank's
-memory; its pread backend reads the whole tensor for each slice.
+both: its memory map dies by SIGBUS when a file shrinks or a network file system fails, and its pages count as the
+rank's memory; its pread backend reads the whole tensor for each slice.
 
 A file is 8 bytes with the length of the header, the header (JSON: dtype, shape and byte range of each tensor) and the
 bytes of the tensors without holes.

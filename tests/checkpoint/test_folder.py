@@ -1,0 +1,120 @@
+"""What a model folder gives, and each way to be told that it isn't one."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.errors import CheckpointError, UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").touch()
+    return model
+
+
+def test_folder_with_everything(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    (folder / "chat_template.jinja").write_text("new é")
+    model = open_model_folder(str(folder))
+    assert model.path == folder
+    assert model.config == {"model_type": "llama"}
+    assert model.generation_config == {"eos_token_id": [1, 2]}
+    assert model.tokenizer_path == folder / "tokenizer.json"
+    assert model.tokenizer_config == {"chat_template": "old"}
+    assert model.chat_template == "new é"
+
+
+def test_folder_with_the_least(folder: Path) -> None:
+    model = open_model_folder(folder)
+    assert (model.generation_config, model.tokenizer_config) == ({}, {})
+    assert model.tokenizer_path is None and model.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ("text", "text"),
+        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
+        ([{"name": "tool_use", "template": "t"}], None),
+        (None, None),
+    ],
+)
+def test_template_in_the_tokenizer_config(stored: object, expected: str | None, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+    assert open_model_folder(folder).chat_template == expected
+
+
+def test_template_of_a_wrong_type(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template must be"):
+        open_model_folder(folder)
+
+
+def test_absent_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no such folder$"):
+        open_model_folder(tmp_path / "nothing")
+
+
+def test_hub_id_is_not_downloaded() -> None:
+    with pytest.raises(
+        UsageError, match=r"no such folder, and nothing is downloaded; .*hf download some-org/model_1\.5 "
+    ):
+        open_model_folder("some-org/model_1.5")
+
+
+def test_file_instead_of_a_folder(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json: is a file; --model takes a folder"):
+        open_model_folder(folder / "config.json")
+
+
+def test_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert open_model_folder("~/model").path == folder
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(UsageError, match=f"{re.escape(str(folder))}: no config.json"):
+        open_model_folder(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"no \.safetensors file"):
+        open_model_folder(folder)
+    assert open_model_folder(folder, weights=False).config == {"model_type": "llama"}
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin: pickled weights are never loaded"):
+        open_model_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": ', "\ud800"])
+def test_corrupt_json(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        open_model_folder(folder)
+
+
+def test_template_that_is_no_text(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: can't be read"):
+        open_model_folder(folder)
+
+
+def test_code_of_the_folder_is_not_run(folder: Path) -> None:
+    (folder / "modeling_evil.py").write_text("raise SystemExit('was run')")
+    (folder / "config.json").write_text('{"auto_map": {"AutoConfig": "modeling_evil.Evil"}, "model_type": "evil"}')
+    before = set(sys.modules)
+    assert open_model_folder(folder).config["model_type"] == "evil"
+    assert not any("modeling_evil" in name for name in set(sys.modules) - before)
