@@ -109,10 +109,10 @@ class BarProgress:
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("requests", total=None, note="")
-        self._progress.start()
 
     def update(self, *, done: int, failed: int, known: int, all_known: bool, output_tokens: int) -> None:
-        """Move the bar; its length shows once all input is read."""
+        """Move the bar, and show it the first time; its length is known once all input is read."""
+        self._progress.start()
         self._rate.count(output_tokens)
         now = self._clock()
         note = f"{self._rate.overall(now):.1f} tok/s" + (f", {failed} failed" if failed else "")

@@ -31,8 +31,7 @@ class Line:
 class Lines(Protocol):
     """Where lines come from. Nothing here waits."""
 
-    @property
-    def at_end(self) -> bool:
+    def ended(self) -> bool:
         """No line will come any more."""
 
     def ready(self) -> bool:
@@ -71,8 +70,7 @@ class LineReader:
         self._no_more_bytes = False
         self._next: Line | None = None
 
-    @property
-    def at_end(self) -> bool:
+    def ended(self) -> bool:
         """All bytes were read and all lines taken."""
         self._look_ahead()
         return self._next is None and self._no_more_bytes
@@ -163,8 +161,7 @@ class PromptLines:
         ]
         self._taken = 0
 
-    @property
-    def at_end(self) -> bool:
+    def ended(self) -> bool:
         """All prompts were taken."""
         return self._taken == len(self._texts)
 
@@ -174,7 +171,7 @@ class PromptLines:
 
     def take(self) -> Line | None:
         """The next prompt."""
-        if self.at_end:
+        if self.ended():
             return None
         self._taken += 1
         return Line(self._taken, self._texts[self._taken - 1])

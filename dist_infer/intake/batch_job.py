@@ -16,6 +16,7 @@ from dist_infer.intake.protocol import BadLine, ParsedRequest, line_id, parse_li
 from dist_infer.intake.records import Answer, Failure, Outcome, Refusal
 from dist_infer.intake.text import TextCodec
 from dist_infer.intake.validate import RequestLimits, build_request
+from dist_infer.log import ProgressView
 from dist_infer.types import FinishReason, Request, StepOutput
 
 
@@ -47,6 +48,7 @@ class BatchJob:
         eos_token_ids: Sequence[int],
         model_name: str,
         run_seed: int,
+        progress: ProgressView | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._lines = lines
@@ -56,6 +58,7 @@ class BatchJob:
         self._eos_token_ids = tuple(eos_token_ids)
         self._model_name = model_name
         self._run_seed = run_seed
+        self._progress = progress
         self._now = now
         self._open: dict[int, _Open] = {}
         self._next_request_id = 0
@@ -73,12 +76,12 @@ class BatchJob:
     @property
     def input_ended(self) -> bool:
         """All lines were read."""
-        return self._lines.at_end
+        return self._lines.ended()
 
     @property
     def exhausted(self) -> bool:
         """All lines were read and all requests answered."""
-        return not self._open and self._lines.at_end
+        return not self._open and self._lines.ended()
 
     def poll(self, room: int) -> Incoming:
         """Read at most `room` lines and hand over the good ones."""
@@ -91,7 +94,8 @@ class BatchJob:
             request = self._accept(line)
             if request is not None:
                 requests.append(request)
-        self._told_end = self._lines.at_end
+        self._told_end = self._lines.ended()
+        self._show_progress()
         return Incoming(requests=requests, end_of_input=self._told_end)
 
     def ready(self) -> bool:
@@ -120,8 +124,19 @@ class BatchJob:
 
     def close(self) -> None:
         """Bring the output to the disk. Requests that are still open were given back: they get no record."""
+        self._show_progress()
         self._lines.close()
         self._answers.close()
+
+    def _show_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.update(
+                done=self.num_done,
+                failed=self.num_failed,
+                known=self.num_lines,
+                all_known=self.input_ended,
+                output_tokens=self.num_output_tokens,
+            )
 
     def _accept(self, line: Line) -> Request | None:
         if line.error is not None:
