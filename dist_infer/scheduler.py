@@ -79,6 +79,7 @@ def batch_digest(batch: Batch) -> int:
         np.ascontiguousarray(batch.page_table),
         batch.state_rows,
         batch.logit_rows,
+        batch.logit_seqs,
         batch.temperature,
         batch.top_k,
         batch.top_p,
