@@ -1,0 +1,62 @@
+from typing import Any
+
+import pytest
+
+from dist_infer.cli.options import STDIN_NAMES, RunOptions
+from dist_infer.errors import UsageError
+
+
+def test_defaults() -> None:
+    options = RunOptions(prompts=("Hi",))
+    assert (options.model, options.dtype, options.prefix_cache, options.block_size) == (None, "auto", True, 16)
+    assert options.step_timeout_s == 300.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 0}, "--tp is 0; it must be at least 1"),
+        ({"dp": -1}, "--dp is -1"),
+        ({"max_model_len": 0}, "--max-model-len is 0"),
+        ({"max_model_len": 1}, "--max-model-len is 1"),
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
+        ({"max_num_tokens": 0}, "--max-num-tokens is 0"),
+        ({"block_size": 0}, "--block-size is 0"),
+        ({"num_kv_blocks": 0}, "--num-kv-blocks is 0"),
+        ({"kv_memory_fraction": 0.0}, "--kv-memory-fraction is 0"),
+        ({"kv_memory_fraction": 1.5}, "--kv-memory-fraction is 1.5"),
+        ({"kv_memory_fraction": float("nan")}, "--kv-memory-fraction is nan"),
+        ({"kv_memory_fraction": 0.5, "num_kv_blocks": 4}, "give one of them"),
+        ({"step_timeout_s": 0.0}, "--step-timeout is 0"),
+        ({"step_timeout_s": float("inf")}, "--step-timeout is inf"),
+        ({"step_timeout_s": float("nan")}, "--step-timeout is nan"),
+        ({"seed": 2**63}, "--seed is"),
+        ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, float64"),
+        ({"device": "tpu"}, "--device is 'tpu'"),
+        ({"load_format": "gguf"}, "--load-format is 'gguf'"),
+        ({"log_level": "loud"}, "--log-level is 'loud'"),
+        ({"load_format": "dummy"}, "needs --model"),
+        ({"input": "in"}, "-i and --prompt"),
+        ({"prompts": (), "input": "in"}, "-o FILE"),
+        ({"prompts": ()}, r"nothing to run[^$]*for example\n  dist-infer run --prompt"),
+        ({"overwrite": True}, "--overwrite needs -o FILE"),
+        ({"overwrite": True, "output": "-"}, "--overwrite needs -o FILE"),
+        ({"output": ""}, "--output is empty"),
+        ({"model": ""}, "--model is empty"),
+    ],
+)
+def test_a_wrong_option_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RunOptions(**({"prompts": ("Hi",)} | changes))
+
+
+@pytest.mark.parametrize("name", STDIN_NAMES)
+def test_standard_input_is_refused_under_a_launcher(name: str) -> None:
+    options = RunOptions(input=name, output="out")
+    options.check_launcher(None)
+    with pytest.raises(UsageError, match=r"standard input.*under mpirun.*give -i FILE"):
+        options.check_launcher("mpirun")
+
+
+def test_a_file_is_fine_under_a_launcher() -> None:
+    RunOptions(input="in", output="out").check_launcher("mpirun")

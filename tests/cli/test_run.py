@@ -1,0 +1,117 @@
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dist_infer.cli.environment import Environment
+from dist_infer.cli.main import main
+from dist_infer.cli.options import RunOptions
+
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_STEPID")
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunOptions, Environment]]:
+    """What the command hands over; the job itself ends with code 3."""
+    taken: list[tuple[RunOptions, Environment]] = []
+
+    def run_job(options: RunOptions, environment: Environment) -> int:
+        taken.append((options, environment))
+        return 3
+
+    module = ModuleType("dist_infer.cli.job")
+    module.run_job = run_job  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dist_infer.cli.job", module)
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DIST_INFER_CACHE", "/caches")
+    return taken
+
+
+def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> None:
+    command = (
+        "run -i in.jsonl -o out.jsonl --overwrite --model folder --load-format dummy --tp 2 --dp 3 --max-model-len 40 "
+        "--max-num-seqs 5 --max-num-tokens 60 --block-size 7 --num-kv-blocks 8 --no-prefix-cache --dtype float64 "
+        "--device cpu --seed -9 --log-level debug --step-timeout 1.5"
+    )
+    assert main(command.split()) == 3
+    ((options, environment),) = jobs
+    assert options == RunOptions(
+        input="in.jsonl",
+        output="out.jsonl",
+        overwrite=True,
+        model="folder",
+        load_format="dummy",
+        tp=2,
+        dp=3,
+        max_model_len=40,
+        max_num_seqs=5,
+        max_num_tokens=60,
+        block_size=7,
+        num_kv_blocks=8,
+        prefix_cache=False,
+        dtype="float64",
+        device="cpu",
+        seed=-9,
+        log_level="debug",
+        step_timeout_s=1.5,
+    )
+    assert environment == Environment(launcher=None, cache_dir=Path("/caches"))
+
+
+def test_defaults_are_those_of_the_options(jobs: list[tuple[RunOptions, Environment]]) -> None:
+    main(["run", "--prompt", "one", "--prompt", "two", "--kv-memory-fraction", "0.5"])
+    assert jobs[0][0] == RunOptions(prompts=("one", "two"), kv_memory_fraction=0.5)
+
+
+def test_the_launcher_arrives(jobs: list[tuple[RunOptions, Environment]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    main(["run", "--prompt", "one"])
+    launcher = jobs[0][1].launcher
+    assert launcher is not None and (launcher.rank, launcher.size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], 'dist-infer run --prompt "The capital of France is"'),
+        (["run", "-i", "x"], "-o FILE"),
+        (["run", "--prompt", "x", "--tp", "0"], "--tp is 0"),
+        (["run", "--prompt", "x", "--tp", "two"], "--tp"),
+        (["run", "--prompt", "x", "--dtype", "int8"], "--dtype"),
+        (["run", "--bogus"], "--bogus"),
+        (["bogus"], "bogus"),
+        ([], "Usage"),
+    ],
+)
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_wrong_usage_is_code_2_and_told_once(
+    jobs: list[tuple[RunOptions, Environment]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+    rank: str | None,
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    told = captured.out + captured.err
+    if rank == "1":
+        assert told == ""
+    else:
+        assert message in told
+    assert jobs == []
+
+
+def test_standard_input_under_a_launcher_is_code_2(
+    jobs: list[tuple[RunOptions, Environment]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-i", "-", "-o", "-"]) == 3
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert main(["run", "-i", "-", "-o", "-"]) == 2
+    assert "Open MPI's mpirun" in capsys.readouterr().err
+    assert len(jobs) == 1
