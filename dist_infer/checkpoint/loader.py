@@ -120,9 +120,9 @@ def _check_dtypes(slots: Iterable[WeightSlot], source: TensorSource) -> None:
 
 
 def is_narrowing(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast between two float types may change a value."""
+    """Whether a cast between two float types may change a value: fewer digits, or a smaller range of exponents."""
     have, get = torch.finfo(stored), torch.finfo(wanted)
-    return get.eps > have.eps or get.max < have.max or get.smallest_normal > have.smallest_normal
+    return get.eps > have.eps or get.smallest_normal > have.smallest_normal
 
 
 def _fill(slot: WeightSlot, source: TensorSource) -> None:

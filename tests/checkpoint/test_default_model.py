@@ -24,12 +24,20 @@ ROOT = Path(__file__).parents[2]
 CONVERT = """
 import sys, time
 from pathlib import Path
+from dist_infer.checkpoint import gguf
 from dist_infer.checkpoint.default_model import converted_model_path
+
+convert_gguf = gguf.convert_gguf
+
+def announced(*args, **kwargs):
+    print("convert", flush=True)
+    convert_gguf(*args, **kwargs)
 
 def on_wait():
     print("wait", flush=True)
     time.sleep(float(sys.argv[3]))
 
+gguf.convert_gguf = announced
 print(converted_model_path(Path(sys.argv[1]), Path(sys.argv[2]), on_wait=on_wait), flush=True)
 """
 
@@ -70,12 +78,15 @@ def test_key_is_the_content_and_the_version(tiny: Path, tmp_path: Path, monkeypa
 def test_two_processes_convert_once(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = start(tiny, cache, pause_s=0.1)
-    assert first.stdout is not None and first.stdout.readline() == "wait\n"  # it is converting
+    assert first.stdout is not None and first.stdout.readline() == "convert\n"
+    assert first.stdout.readline() == "wait\n"  # a tensor is converted
     (folder,) = partial(cache)
     second = start(tiny, cache, pause_s=0)
     assert second.stdout is not None and second.stdout.readline() == "wait\n"  # it waits for the lock
     assert partial(cache) == [folder]
-    answers = [process.communicate(timeout=60)[0].splitlines()[-1] for process in (first, second)]
+    lines = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+    answers = [printed[-1] for printed in lines]
+    assert "convert" not in lines[1]
     assert first.returncode == second.returncode == 0
     assert answers[0] == answers[1]
     assert len(list(Path(answers[0]).glob("*.safetensors"))) == 1
@@ -85,7 +96,8 @@ def test_two_processes_convert_once(tiny: Path, tmp_path: Path) -> None:
 def test_conversion_goes_on_after_a_killed_one(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     killed = start(tiny, cache, pause_s=60)
-    assert killed.stdout is not None and killed.stdout.readline() == "wait\n"
+    assert killed.stdout is not None and killed.stdout.readline() == "convert\n"
+    assert killed.stdout.readline() == "wait\n"
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert len(partial(cache)) == 1

@@ -88,6 +88,8 @@ def test_rows_and_columns_are_no_copies_of_each_other() -> None:
     for rows in (matrix, matrix.T, torch.cat([matrix[:512], make("v.weight", (512, 1024)) * 1024**0.5])):
         products = (rows @ rows.T / 1024).fill_diagonal_(0)
         assert float(products.abs().max()) < 7 / 32
+    experts = make("experts.weight", (8, 16, 64)).reshape(128, 64)
+    assert len({tuple(row) for row in experts.tolist()}) == 128
     shared = set(matrix[0].tolist()) & set(matrix[1].tolist())
     assert len(shared) < 10  # 24-bit values collide by chance, permuted rows would share all
 

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 Float32Array = npt.NDArray[np.float32]
 HIDDEN, FFN, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 TOKENS = (
     SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in MERGES] + ["<tool>"]
 )
