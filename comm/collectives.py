@@ -8,6 +8,7 @@ for each element and rounds at each hop.
 An all-reduce of b bytes on N ranks goes one of two ways that give the same bytes, chosen by b and N alone:
     whole   every rank gets all N tensors and adds them itself: (N - 1) b bytes a rank, one exchange
     sliced  rank p gets slice p of all, adds it, and sends the sum to all: 2 (N - 1) / N b bytes a rank, two exchanges
+Over gloo on one host whole is faster up to 1 MB, sliced from 8 MB on (benchmarks/bench_collectives.py).
 """
 
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ class SingleCollectives:
 class TorchCollectives:
     """Collectives over a wire of torch.distributed. One caller at a time; on CUDA in the order of one stream."""
 
-    def __init__(self, wire: Wire, *, axis: str, max_whole_bytes: int = 256 * 1024) -> None:
+    def __init__(self, wire: Wire, *, axis: str, max_whole_bytes: int = 512 * 1024) -> None:
         """`max_whole_bytes`: the largest tensor that is reduced whole; the same number on all ranks."""
         self.rank = wire.rank
         self.size = wire.size
@@ -143,7 +144,8 @@ class TorchCollectives:
         self._check_device("all_reduce", x)
         flat = x.view(-1)
         if flat.nbytes <= self._max_whole_bytes:
-            return ordered_sum(self._receive_slices("all_reduce", [flat] * self.size)).view(x.shape)
+            received = self._receive_slices("all_reduce", [flat] * self.size)
+            return ordered_sum(received).view(x.shape)
         sizes = split_sizes(flat.numel(), self.size)
         own = ordered_sum(self._receive_slices("all_reduce", torch.split(flat, sizes)))
         return self._gather("all_reduce", own, sizes).view(x.shape)
@@ -185,7 +187,7 @@ class TorchCollectives:
         out = x.new_empty((sum(sizes), *x.shape[1:]))
         parts = torch.split(out, list(sizes))
         parts[self.rank].copy_(x)
-        self._exchange(name, [x] * self.size, parts)
+        self._exchange(name, [_as_bytes(x)] * self.size, parts)
         return out
 
     def _exchange(self, name: str, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -210,7 +212,7 @@ class TorchCollectives:
 
 def _as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor: whatever the dtype, any backend can carry it."""
-    return x.view(-1).view(torch.uint8)
+    return x if x.dtype == torch.uint8 and x.dim() == 1 else x.view(-1).view(torch.uint8)
 
 
 def _check_contiguous(name: str, x: Tensor) -> None:

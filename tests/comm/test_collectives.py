@@ -331,6 +331,44 @@ def test_rank_that_leaves_the_common_order_is_an_error_not_wrong_bytes(world: Wo
         world.store.set(f"left/{other}", "")
 
 
+def _call_all(group: Collectives, x: Tensor, sizes: list[int]) -> list[Tensor]:
+    rows = x[: sizes[group.rank]]
+    return [group.all_reduce(x), group.all_gather(rows, sizes), group.reduce_scatter(x, sizes), group.broadcast(x, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_between_gpus(world: World, forced: Collectives, dtype: torch.dtype) -> None:
+    """The same bytes by NCCL, eagerly and as a captured graph that runs again on other inputs."""
+    for sizes in ([65, 64], [129, 0], [0, 1]):
+        rows = sum(sizes)
+        batches = [_inputs(2, (rows, 3), dtype, seed) for seed in range(REPEATS)]
+        expected = [
+            [
+                reference.all_reduce(inputs)[world.rank],
+                reference.all_gather([x[:n] for x, n in zip(inputs, sizes, strict=True)])[world.rank],
+                reference.reduce_scatter(inputs, sizes)[world.rank],
+                reference.broadcast(inputs, 1)[world.rank],
+            ]
+            for inputs in batches
+        ]
+        x = batches[0][world.rank].to(world.device)
+        for inputs, results in zip(batches, expected, strict=True):
+            for actual, wanted in zip(_call_all(forced, inputs[world.rank].to(x), sizes), results, strict=True):
+                _assert_same_bits(actual.cpu(), wanted)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = _call_all(forced, x, sizes)
+        for inputs, results in zip(batches, expected, strict=True):
+            x.copy_(inputs[world.rank])
+            graph.replay()
+            for actual, wanted in zip(captured, results, strict=True):
+                _assert_same_bits(actual.cpu(), wanted)
+
+
 def test_one_rank_rounds_and_copies_nothing_it_need_not() -> None:
     group = SingleCollectives()
     x = torch.tensor([-0.0, 1.5])

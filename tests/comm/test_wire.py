@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import HashStore
 
 from dist_infer.comm.wire import GlooWire
 from tests.comm.thread_ranks import run_ranks
+from tests.devices import DEVICES
 
 SIZE = 3
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def _on_wires(device: str, main: Callable[[GlooWire], None], timeout_s: float = 30.0) -> None:
