@@ -5,6 +5,7 @@ step (rule 1).
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,6 +98,12 @@ class Dispatcher:
         self.frontend.close()
         left_over = drained and not self.frontend.exhausted
         return worst_exit_code([self.frontend.exit_code, ExitCode.DRAINED if left_over else ExitCode.DONE])
+
+    def fail_open(self, message: str) -> None:
+        """Rule 19: answer what is open with an error, as far as the output can still be written."""
+        with suppress(Exception):  # the error that ends the job is the one to be shown
+            self.frontend.fail_open(message)
+            self.frontend.close()
 
     def _admit(self, requests: Sequence[Request]) -> tuple[Admission, ...]:
         """Longest first to the group with the fewest outstanding tokens; admitted in order of arrival."""

@@ -111,7 +111,7 @@ class Engine:
             return self._farewell()
         except BaseException as error:
             if self._dispatcher is not None:
-                self._dispatcher.frontend.fail_open(_one_line(error))  # rule 19
+                self._dispatcher.fail_open(_one_line(error))
             raise
 
     def step(self) -> bool:

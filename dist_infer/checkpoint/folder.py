@@ -1,4 +1,4 @@
-"""A model folder as Hugging Face writes it: config, tokenizer, chat template. Its code (`auto_map`) is never run."""
+"""A model folder as Hugging Face writes it. Its code (`auto_map`) is never run; intake/text reads its tokenizer."""
 
 import json
 import re
@@ -14,14 +14,11 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """What is in the folder beside the weights. A file that may be absent gives {} or None."""
+    """What is in the folder beside weights and tokenizer. A file that may be absent gives {}."""
 
     path: Path
     config: dict[str, object]
     generation_config: dict[str, object]
-    tokenizer_path: Path | None  # tokenizer.json
-    tokenizer_config: dict[str, object]
-    chat_template: str | None
 
 
 def open_model_folder(path: str | Path, *, weights: bool = True) -> ModelFolder:
@@ -36,15 +33,10 @@ def open_model_folder(path: str | Path, *, weights: bool = True) -> ModelFolder:
         raise UsageError(f"{folder}: no config.json; {_EXPECTED}")
     if weights:
         find_weights(folder)
-    tokenizer_path = folder / "tokenizer.json"
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
     return ModelFolder(
         path=folder,
         config=_read_json(config_path),
         generation_config=_read_json(folder / "generation_config.json"),
-        tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
-        tokenizer_config=tokenizer_config,
-        chat_template=_chat_template(folder, tokenizer_config),
     )
 
 
@@ -72,22 +64,3 @@ def _read_json(path: Path) -> dict[str, object]:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return fields
-
-
-def _chat_template(folder: Path, tokenizer_config: dict[str, object]) -> str | None:
-    """The template's own file wins over tokenizer_config.json; of several named ones "default" is taken."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: can't be read: {error}") from error
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named templates"
-        )
-    return template

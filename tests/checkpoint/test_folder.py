@@ -1,6 +1,5 @@
 """What a model folder gives, and each way to be told that it isn't one."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -22,42 +21,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_folder_with_everything(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "old"}')
-    (folder / "chat_template.jinja").write_text("new é")
     model = open_model_folder(str(folder))
     assert model.path == folder
     assert model.config == {"model_type": "llama"}
     assert model.generation_config == {"eos_token_id": [1, 2]}
-    assert model.tokenizer_path == folder / "tokenizer.json"
-    assert model.tokenizer_config == {"chat_template": "old"}
-    assert model.chat_template == "new é"
 
 
 def test_folder_with_the_least(folder: Path) -> None:
     model = open_model_folder(folder)
-    assert (model.generation_config, model.tokenizer_config) == ({}, {})
-    assert model.tokenizer_path is None and model.chat_template is None
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        ("text", "text"),
-        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
-        ([{"name": "tool_use", "template": "t"}], None),
-        (None, None),
-    ],
-)
-def test_template_in_the_tokenizer_config(stored: object, expected: str | None, folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
-    assert open_model_folder(folder).chat_template == expected
-
-
-def test_template_of_a_wrong_type(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template must be"):
-        open_model_folder(folder)
+    assert model.generation_config == {}
 
 
 def test_absent_folder(tmp_path: Path) -> None:
@@ -98,17 +70,11 @@ def test_no_weights(folder: Path) -> None:
         open_model_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": ', "\ud800"])
 def test_corrupt_json(name: str, text: str, folder: Path) -> None:
     (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        open_model_folder(folder)
-
-
-def test_template_that_is_no_text(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: can't be read"):
         open_model_folder(folder)
 
 

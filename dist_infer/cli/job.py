@@ -1,0 +1,209 @@
+"""`dist-infer run` on one rank: open the world, load the model, serve the batch, leave.
+
+Each stage of the start ends with a vote, so that a rank that fails in it is named by all instead of being waited for.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from dist_infer.checkpoint.default_model import default_model_path
+from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.cli.environment import Environment
+from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, RunOptions
+from dist_infer.comm.mesh import Mesh
+from dist_infer.config import SchedulerConfig
+from dist_infer.dispatcher import Dispatcher
+from dist_infer.engine import Engine
+from dist_infer.intake.batch_file import Answers, Lines, open_files
+from dist_infer.intake.batch_job import BatchJob
+from dist_infer.intake.text import collect_eos_ids, open_text
+from dist_infer.intake.validate import RequestLimits
+from dist_infer.kv_cache import KVCache
+from dist_infer.launch.world import World, run_world
+from dist_infer.log import ProgressView, open_progress, setup_logging
+from dist_infer.runner import Runner
+from dist_infer.sampler import Sampler
+from dist_infer.scheduler import Scheduler, check_fits
+from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
+from dist_infer.step_runner import StepRunner
+
+_log = logging.getLogger(__name__)
+_INFLIGHT_PER_SEQ = 4  # requests alive on rank 0 for each sequence of a step: enough to balance and never run dry
+
+T = TypeVar("T")
+
+
+def run_job(options: RunOptions, environment: Environment) -> int:
+    """The exit code of the job, the same on every rank."""
+    return run_world(
+        partial(_serve, options, environment), device=options.device, step_timeout_s=options.step_timeout_s
+    )
+
+
+def _serve(options: RunOptions, environment: Environment, world: World) -> int:
+    """Everything between the opening of the world and its farewell. Ranks: collective over the world."""
+    setup_logging(level=options.log_level, host=world.host, rank=world.rank, size=world.size)
+    files = _stage(world, "open input and output", lambda: _open_files(options) if world.rank == 0 else None)
+    plan = _stage(world, "read the model's folder", lambda: _plan(options, environment, world))
+    tp = world.communicators(plan.mesh).tp
+    dummy_seed = options.seed if options.load_format == "dummy" else None
+    shard = _stage(
+        world,
+        "load the model",
+        lambda: load_shard(plan, tp, dummy_seed=dummy_seed, on_tensor=world.watchdog.progress),
+    )
+    config = _agree_on_limits(options, plan, world)
+    runner = _stage(world, "make the KV cache", lambda: _make_runner(plan, shard, config))
+    progress = open_progress(
+        under_launcher=environment.launcher is not None, answers_on_stdout=options.output in (None, "-")
+    )
+    job = _stage(
+        world,
+        "open the tokenizer",
+        lambda: _open_batch(options, plan, config, files, progress) if files is not None else None,
+    )
+    _report_ready(world, plan, shard, config)
+    sampler = Sampler(tp, shard.model.vocab_range, plan.config.vocab_size)
+    engine = Engine(
+        mesh=plan.mesh,
+        control=world.control,
+        scheduler=Scheduler(config, plan.mesh.dp_rank),
+        runner=StepRunner(runner, sampler),
+        watch=world.watchdog,
+        stop_requested=world.signals.stop_requested,
+        vote=world.vote,
+        depth=config.depth,
+        dispatcher=None if job is None else _make_dispatcher(job, plan.mesh, config),
+    )
+    try:
+        return int(engine.run())
+    finally:
+        progress.close()
+
+
+def _stage(world: World, name: str, build: Callable[[], T]) -> T:
+    """What `build` makes, once it has gone well on all ranks.
+
+    Ranks: collective over the world. Errors: VotedError on every rank, naming those that failed and why.
+    """
+    result: T | None = None
+    failed: Exception | None = None
+    try:
+        with world.watchdog.long_task(name):
+            result = build()
+    except Exception as error:  # whatever it is, the others must learn of it
+        failed = error
+    world.vote(name, failed)
+    return result  # type: ignore[return-value]  # the vote raises where there is none
+
+
+def _open_files(options: RunOptions) -> tuple[Lines, Answers]:
+    return open_files(
+        input_path=options.input,
+        prompts=options.prompts,
+        output_path=options.output,
+        overwrite=options.overwrite,
+    )
+
+
+def _plan(options: RunOptions, environment: Environment, world: World) -> ShardPlan:
+    mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp)
+    if options.model is None:
+        path = default_model_path(environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model"))
+        folder = open_model_folder(path)
+    else:
+        folder = open_model_folder(options.model, weights=options.load_format != "dummy")
+    return plan_shard(folder, mesh, dtype=options.dtype, device=world.device)
+
+
+def _agree_on_limits(options: RunOptions, plan: ShardPlan, world: World) -> SchedulerConfig:
+    """The limits of the schedulers; the ranks hold one number of KV blocks, the least that any of them has room for."""
+    fraction = options.kv_memory_fraction or DEFAULT_KV_MEMORY_FRACTION[plan.device.type]
+
+    def own_blocks() -> int:
+        if options.num_kv_blocks is not None:
+            return options.num_kv_blocks
+        return num_kv_blocks(plan, block_size=options.block_size, memory_fraction=fraction, sharers=world.local_size)
+
+    (num_blocks,) = world.all_min([_stage(world, "size the KV cache", own_blocks)])
+    return _stage(
+        world,
+        "limits",
+        lambda: SchedulerConfig(
+            max_model_len=max_model_len(
+                plan.config, options.max_model_len, num_kv_tokens=num_blocks * options.block_size
+            ),
+            max_num_seqs=options.max_num_seqs,
+            max_num_tokens=options.max_num_tokens,
+            block_size=options.block_size,
+            num_kv_blocks=num_blocks,
+            prefix_cache=options.prefix_cache,
+            depth=1 if plan.device.type == "cuda" else 0,
+        ),
+    )
+
+
+def _make_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig) -> Runner:
+    kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
+    return Runner(shard.model, kv_cache, max_num_seqs=config.max_num_seqs, device=plan.device)
+
+
+def _open_batch(
+    options: RunOptions,
+    plan: ShardPlan,
+    config: SchedulerConfig,
+    files: tuple[Lines, Answers],
+    progress: ProgressView,
+) -> BatchJob:
+    lines, answers = files
+    text = open_text(plan.folder.path)
+    return BatchJob(
+        lines=lines,
+        answers=answers,
+        text=text,
+        limits=RequestLimits(
+            vocab_size=plan.config.vocab_size,
+            max_model_len=config.max_model_len,
+            check_fits=lambda request: check_fits(request, config),
+        ),
+        eos_token_ids=collect_eos_ids(plan.config.eos_token_ids, plan.folder.generation_config, text),
+        model_name=plan.folder.path.name,
+        run_seed=options.seed,
+        progress=progress,
+    )
+
+
+def _make_dispatcher(job: BatchJob, mesh: Mesh, config: SchedulerConfig) -> Dispatcher:
+    return Dispatcher(job, mesh.dp, max_inflight=_INFLIGHT_PER_SEQ * config.max_num_seqs * mesh.dp)
+
+
+def _report_ready(world: World, plan: ShardPlan, shard: Shard, config: SchedulerConfig) -> None:
+    """One line a rank, from rank 0; `make demo` reads them."""
+    reports = world.vote(
+        "ready",
+        None,
+        {
+            "ready rank": world.rank,
+            "host": world.host,
+            "pid": os.getpid(),
+            "device": str(world.device),
+            "parameter_bytes": shard.parameter_bytes,
+            "model_bytes": shard.model_bytes,
+        },
+    )
+    if world.rank == 0:
+        for report in reports:
+            _log.info("%s", " ".join(f"{name}={value}" for name, value in report.items()))
+        mesh = plan.mesh
+        _log.info(
+            "tp=%d dp=%d dtype=%s max_model_len=%d num_kv_blocks=%d block_size=%d",
+            mesh.tp,
+            mesh.dp,
+            str(plan.dtype).removeprefix("torch."),
+            config.max_model_len,
+            config.num_kv_blocks,
+            config.block_size,
+        )

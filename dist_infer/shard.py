@@ -1,0 +1,103 @@
+"""This rank's shard of a model: planned from the folder, built, filled with weights, sized for its KV cache.
+
+Each function is local and may fail on one rank alone; whoever calls them lets the ranks vote between two of them.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from dist_infer.checkpoint.dummy import DummySource
+from dist_infer.checkpoint.folder import ModelFolder
+from dist_infer.checkpoint.loader import TensorSource, load_weights
+from dist_infer.checkpoint.safetensors import SafetensorsSource
+from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
+from dist_infer.config import ModelConfig
+from dist_infer.errors import UsageError
+from dist_infer.kv_cache import num_blocks_for
+from dist_infer.memory import free_bytes
+from dist_infer.models.llama import Llama
+from dist_infer.models.registry import build_model, parse_config
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """What is known before anything large is made; equal on all ranks but for `mesh.rank`, `heads` and `device`."""
+
+    folder: ModelFolder
+    config: ModelConfig
+    mesh: Mesh
+    heads: HeadShard
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A filled model and its size. Units: bytes."""
+
+    model: Llama
+    parameter_bytes: int  # on this rank
+    model_bytes: int  # of the whole model in this dtype
+
+
+def plan_shard(folder: ModelFolder, mesh: Mesh, *, dtype: str, device: torch.device) -> ShardPlan:
+    """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
+
+    Errors: UsageError naming the field of config.json, or the numbers that don't divide.
+    """
+    config = parse_config(folder.config)
+    if dtype == "auto":
+        dtype = config.dtype if device.type == "cuda" else "float32"
+    heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
+    return ShardPlan(folder=folder, config=config, mesh=mesh, heads=heads, dtype=getattr(torch, dtype), device=device)
+
+
+def load_shard(
+    plan: ShardPlan, tp: Collectives, *, dummy_seed: int | None = None, on_tensor: Callable[[str], None]
+) -> Shard:
+    """Build this rank's model and fill it from the folder, or with random weights of `dummy_seed`.
+
+    Errors: UsageError, CheckpointError naming file and tensor.
+    """
+    model = build_model(
+        plan.config, tp=tp, dtype=plan.dtype, device=plan.device, on_choice=lambda line: _log.debug("%s", line)
+    )
+    slots = list(model.weight_slots())
+    source: TensorSource = SafetensorsSource(plan.folder.path) if dummy_seed is None else DummySource(slots, dummy_seed)
+    parameter_bytes = load_weights(
+        slots, source, ignored=model.ignored_weights, tied=model.tied_weights, on_tensor=on_tensor
+    )
+    shapes = {slot.name: slot.shape for slot in slots}
+    model_bytes = sum(prod(shape) for shape in shapes.values()) * plan.dtype.itemsize
+    return Shard(model=model, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
+
+
+def num_kv_blocks(plan: ShardPlan, *, block_size: int, memory_fraction: float, sharers: int) -> int:
+    """KV blocks that fit into this share of the memory that is free now; the ranks agree on their minimum.
+
+    Errors: UsageError when not even one fits.
+    """
+    memory_bytes = int(free_bytes(plan.device, sharers=sharers) * memory_fraction)
+    return num_blocks_for(memory_bytes, plan.config, plan.heads, block_size, plan.dtype)
+
+
+def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int) -> int:
+    """Tokens of the longest sequence: what was asked for, else what the model and the KV cache allow.
+
+    Errors: UsageError when more was asked for than the model's positions.
+    """
+    if asked is None:
+        return min(config.max_position_embeddings, num_kv_tokens)
+    if asked > config.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {asked} is more than the model's {config.max_position_embeddings} positions"
+            " (max_position_embeddings of its config.json)"
+        )
+    return asked
