@@ -5,7 +5,7 @@ tokens.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from dist_infer.layers.weights import WeightSlot
 from dist_infer.models.llama import Llama
 from dist_infer.models.registry import build_model, parse_config
 
-transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 LLAMA3_ROPE: Mapping[str, object] = {
@@ -52,39 +51,71 @@ def make_tiny_llama(
     eos_token_id: int | Sequence[int] | None = None,
     max_position_embeddings: int = 512,
 ) -> Path:
-    """Saves a random LlamaForCausalLM as a Hugging Face folder (config.json, model.safetensors) and returns the folder.
+    """Writes a random Llama as a Hugging Face folder (config.json, model.safetensors) and returns the folder.
 
     The hidden size is 8 a head whatever the head dim; vocabulary and intermediate size are odd, so that no tp size
-    divides them.
+    divides them. Nothing but torch and safetensors is needed.
     """
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=8 * heads,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        tie_word_embeddings=tie,
-        rope_parameters=dict(rope) if rope else {"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=max_position_embeddings,
-        bos_token_id=None,
-        eos_token_id=eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
-        pad_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 8 * heads,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": attention_bias,
+        "mlp_bias": mlp_bias,
+        "tie_word_embeddings": tie,
+        "rope_parameters": dict(rope) if rope else {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": max_position_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
+        "pad_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.copy_(0.5 + torch.rand(weight.shape, generator=generator))
-            else:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    tensors = {}
+    for name, shape in _shapes(config):
+        if "norm" in name:
+            tensors[name] = (0.5 + torch.rand(shape, generator=generator)).to(dtype)
+        else:
+            tensors[name] = (torch.randn(shape, generator=generator) * std).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    safetensors_torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor in the file."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    matrices = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in matrices.items():
+            yield f"{prefix}{name}.weight", shape
+            if config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
+                yield f"{prefix}{name}.bias", shape[:1]
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
 
 
 def load_tiny_model(
@@ -126,6 +157,7 @@ class LiftedOracle:
     """transformers in float64, its float32 casts (norms, rotary angles, softmax) lifted to float64."""
 
     def __init__(self, folder: Path, *, lift: bool = True) -> None:
+        transformers = pytest.importorskip("transformers")
         self._lift = lift
         with self._mode():
             self._model = transformers.AutoModelForCausalLM.from_pretrained(

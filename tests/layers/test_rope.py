@@ -9,7 +9,7 @@ from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.config import RopeConfig
 from dist_infer.layers.rope import RotaryAngles, frequencies
 from tests.layers.setups import setup_of
-from tests.tiny_models import LiftToDouble, transformers
+from tests.tiny_models import LiftToDouble
 
 LLAMA3 = RopeConfig(
     kind="llama3",
@@ -30,6 +30,7 @@ def test_default_frequencies(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_llama3_frequencies(head_dim: int) -> None:
     """All three zones occur: kept, blended, divided by the factor."""
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,

@@ -10,7 +10,7 @@ from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.config import ModelConfig, RopeConfig
 from dist_infer.errors import UsageError
 from dist_infer.models.registry import build_model, parse_config
-from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama, transformers
+from tests.tiny_models import LLAMA3_ROPE
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,7 +64,7 @@ def test_a_released_config() -> None:
 
 def test_defaults_are_those_of_transformers() -> None:
     config = parse_config(MINIMAL)
-    reference = transformers.LlamaConfig(**MINIMAL)
+    reference = pytest.importorskip("transformers").LlamaConfig(**MINIMAL)
     assert (config.num_kv_heads, config.head_dim) == (reference.num_key_value_heads, reference.head_dim)
     assert (config.rms_norm_eps, config.tie_word_embeddings) == (reference.rms_norm_eps, reference.tie_word_embeddings)
     assert (config.attention_bias, config.mlp_bias) == (reference.attention_bias, reference.mlp_bias)
@@ -92,14 +92,26 @@ def test_variants(change: dict[str, object], field: str, value: object) -> None:
 
 
 def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
-    folder = make_tiny_llama(
-        tmp_path, 4, 2, head_dim=12, attention_bias=True, tie=True, rope=LLAMA3_ROPE, eos_token_id=[3, 5]
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=dict(LLAMA3_ROPE),
+        eos_token_id=[3, 5],
     )
-    config = parse_config(json.loads((folder / "config.json").read_text()))
+    transformers.LlamaForCausalLM(saved).bfloat16().save_pretrained(tmp_path)
+    config = parse_config(json.loads((tmp_path / "config.json").read_text()))
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size) == (4, 2, 12, 32)
     assert (config.attention_bias, config.mlp_bias, config.tie_word_embeddings) == (True, False, True)
     assert (config.rope.kind, config.rope.factor, config.rope.original_max_position_embeddings) == ("llama3", 8.0, 32)
-    assert (config.dtype, config.eos_token_ids) == ("float64", (3, 5))
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (3, 5))
 
 
 @pytest.mark.parametrize(
