@@ -1,0 +1,221 @@
+"""From the logits of a vocabulary shard to the token ids of a step, equal on all ranks of the group.
+
+L rows, V ids of this rank's shard, N ranks, K candidates.
+
+A row goes one of four ways, by its own parameters alone:
+    greedy    temperature 0 or top_k 1    each shard's best (value, id)
+    noisy     neither top_k nor top_p     each shard's best (value + temperature * noise, id): see kernels/sample
+    top-k     top_k, perhaps top_p        each shard's k largest (value, id), then top-p and noise over the k of all
+    nucleus   top_p without top_k         all logits of the row: only such batches gather them
+Greedy, noisy and top-k share one exchange. What is exchanged depends on the batch only, which all ranks of a group
+hold.
+
+Temperature comes first, then top-k, then top-p over what is left. The noise is keyed by seed, position and token id,
+and sums are taken in an order that doesn't depend on the other rows, so a request gets the same tokens for any number
+of ranks, alone or in company.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_infer.comm.collectives import Collectives
+from dist_infer.kernels import sample as sample_op
+from dist_infer.kernels import top_k as top_k_op
+from dist_infer.kernels.dispatch import Library
+from dist_infer.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a step on the device. Shapes: [rows] each."""
+
+    rows: Tensor  # which ones
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    keys: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Their logits, without a copy where these are all rows: rows of one way keep their order."""
+        return logits if len(self) == len(logits) else logits[self.rows]
+
+
+class Sampler:
+    """Chooses the next tokens of a group. `vocab_range` are the ids of this rank's logits; ids from `vocab_size` on are
+    padding and never chosen.
+    """
+
+    def __init__(
+        self,
+        tp: Collectives,
+        vocab_range: range,
+        vocab_size: int,
+        *,
+        sample_library: Library[sample_op.SampleFunction] = sample_op.LIBRARIES[-1],
+        top_k_library: Library[top_k_op.TopKFunction] = top_k_op.LIBRARIES[-1],
+    ) -> None:
+        if vocab_size < 1 or vocab_range.step != 1:
+            raise ValueError(f"sampler: a shard {vocab_range} of a vocabulary of {vocab_size}")
+        self._tp = tp
+        self._vocab_range = vocab_range
+        self._vocab_size = vocab_size
+        self._num_real = max(0, min(vocab_range.stop, vocab_size) - vocab_range.start)
+        self._shard_sizes: list[int] | None = None  # asked for by the first batch that gathers logits
+        self._sample_library = sample_library
+        self._top_k_library = top_k_library
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The next token of each logit row of the batch.
+
+        Shapes: logits [L, V] -> [L] int64.
+        Ranks: collective over tp; nothing is exchanged when L is 0.
+        Errors: ValueError for logits of another shape.
+        """
+        if logits.shape != (len(batch.logit_rows), len(self._vocab_range)):
+            raise ValueError(
+                f"sampler: {len(batch.logit_rows)} rows of {len(self._vocab_range)} logits are due,"
+                f" not {list(logits.shape)}"
+            )
+        token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        greedy, noisy, largest, nucleus, num_candidates = self._sort_rows(batch, logits.device)
+        if len(greedy) + len(noisy) + len(largest):
+            self._sample_by_candidates(logits, greedy, noisy, largest, num_candidates, token_ids)
+        if len(nucleus):
+            everything = self._gather_logits(nucleus.of(logits))
+            values, ids = top_k_op.top_k(everything, self._vocab_size, library=self._top_k_library)
+            token_ids.index_copy_(0, nucleus.rows, self._sample_sorted(values, ids, nucleus))
+        return token_ids
+
+    def _sort_rows(self, batch: Batch, device: torch.device) -> tuple[_Rows, _Rows, _Rows, _Rows, int]:
+        """Rows by their way, and the candidates that the top-k rows need; one copy to the device."""
+        limited = (batch.top_k > 0) & (batch.top_k < self._vocab_size)
+        is_greedy = (batch.temperature == 0) | (batch.top_k == 1)
+        ways = np.select([is_greedy, limited, batch.top_p < 1], [0, 2, 3], default=1)
+        order = np.argsort(ways, kind="stable")
+        keys = sample_op.row_keys(torch.from_numpy(batch.seeds), torch.from_numpy(batch.draw_positions)).numpy()
+        columns = (
+            order,
+            batch.temperature[order].view(np.int64),
+            batch.top_p[order].view(np.int64),
+            batch.top_k[order].astype(np.int64),
+            keys[order],
+        )
+        rows, temperature, top_p, top_k, keys_ = torch.from_numpy(np.stack(columns)).to(device).unbind()
+        sizes = np.bincount(ways, minlength=4).tolist()
+        parts = (
+            column.split_with_sizes(sizes)
+            for column in (rows, temperature.view(torch.float64), top_p.view(torch.float64), top_k, keys_)
+        )
+        greedy, noisy, largest, nucleus = (_Rows(*part) for part in zip(*parts, strict=True))
+        num_candidates = int(batch.top_k[ways == 2].max(initial=0))
+        return greedy, noisy, largest, nucleus, num_candidates
+
+    def _sample_by_candidates(
+        self, logits: Tensor, greedy: _Rows, noisy: _Rows, largest: _Rows, num_candidates: int, token_ids: Tensor
+    ) -> None:
+        own, ids = self._own_columns(logits)
+        bests = [
+            sample_op.sample(greedy.of(own), ids, library=self._sample_library),
+            sample_op.sample(noisy.of(own), ids, noisy.temperature, noisy.keys, library=self._sample_library),
+        ]
+        best_scores, best_ids = (torch.cat(pair) for pair in zip(*bests, strict=True))
+        values, value_ids = self._own_candidates(largest.of(own), ids, num_candidates)
+        # One exchange in float64, which holds every value and every id exactly.
+        parts = (best_scores, best_ids, values.flatten(), value_ids.flatten())
+        table = self._tp.all_gather(torch.cat([part.double() for part in parts])).view(self._tp.size, -1)
+        all_scores, all_best_ids, all_values, all_ids = table.split_with_sizes([len(part) for part in parts], 1)
+        _, chosen = sample_op.sample(all_scores.t(), all_best_ids.t().long(), library=self._sample_library)
+        token_ids.index_copy_(0, torch.cat([greedy.rows, noisy.rows]), chosen)
+        if len(largest):
+            values, places = top_k_op.top_k(
+                _side_by_side(all_values, num_candidates), num_candidates, library=self._top_k_library
+            )
+            ids = _side_by_side(all_ids, num_candidates).gather(1, places).long()
+            token_ids.index_copy_(0, largest.rows, self._sample_sorted(values, ids, largest))
+
+    def _own_columns(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and ids of this shard's part of the vocabulary; one column that never wins where it has none.
+
+        Shapes: [L, V], [V].
+        """
+        if self._num_real == 0:
+            return logits.new_full((len(logits), 1), -torch.inf), torch.tensor([self._vocab_size], device=logits.device)
+        first = self._vocab_range.start
+        return logits[:, : self._num_real], torch.arange(first, first + self._num_real, device=logits.device)
+
+    def _own_candidates(self, own: Tensor, ids: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """The largest logits of the shard, filled up with ones that never win. Shapes: [rows, K], [rows, K]."""
+        if len(own) == 0:
+            return own.new_empty(0, 0), ids.new_empty(0, 0)
+        values, columns = top_k_op.top_k(own, min(num_candidates, own.shape[1]), library=self._top_k_library)
+        missing = (0, num_candidates - values.shape[1])
+        return (
+            torch.nn.functional.pad(values, missing, value=-torch.inf),
+            torch.nn.functional.pad(ids[columns], missing, value=self._vocab_size),
+        )
+
+    def _gather_logits(self, logits: Tensor) -> Tensor:
+        """All logits of some rows. Shapes: [rows, V] -> [rows, vocabulary]."""
+        if self._shard_sizes is None:
+            own_size = torch.tensor([self._num_real], device=logits.device)
+            self._shard_sizes = self._tp.all_gather(own_size).tolist()
+        by_id = logits[:, : self._num_real].t().contiguous()
+        return self._tp.all_gather(by_id, self._shard_sizes).t()
+
+    def _sample_sorted(self, values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
+        """Top-k, top-p and noise over candidates, largest first. Shapes: [rows, K], [rows, K] -> [rows]."""
+        values = values.double()
+        kept = nucleus_mask(values, rows.temperature, rows.top_k, rows.top_p)
+        values = values.masked_fill(~kept, -torch.inf)
+        _, chosen = sample_op.sample(values, ids, rows.temperature, rows.keys, library=self._sample_library)
+        return chosen
+
+
+def nucleus_mask(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which of the sorted values are in: of the first top_k (0: all) the smallest prefix with a probability of top_p.
+
+    The first one is always in.
+
+    Shapes: values [L, K] float64, largest first; the others [L] -> [L, K] bool.
+    """
+    num_columns = values.shape[1]
+    counts = torch.where(top_k > 0, top_k.clamp(max=num_columns), num_columns)[:, None]
+    columns = torch.arange(num_columns, device=values.device)
+    first = values[:, :1]
+    # The largest ones are 0 by definition: -inf or +inf minus itself would be NaN.
+    scaled = torch.where(values == first, 0.0, (values - first) / temperature[:, None])
+    weights = torch.where(columns < counts, scaled.exp(), 0.0)
+    sums = prefix_sums(weights)
+    before = torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    total = sums.gather(1, counts - 1)
+    inside = (before < top_p[:, None] * total) | (top_p[:, None] >= 1) | (columns == 0)
+    return inside & (columns < counts)
+
+
+def prefix_sums(x: Tensor) -> Tensor:
+    """Sums of each row up to each column, added in an order that depends on the column alone.
+
+    It doesn't depend on the device or on how many columns follow, which torch.cumsum doesn't promise.
+
+    Shapes: [L, K] -> [L, K].
+    """
+    shift = 1
+    while shift < x.shape[1]:
+        x = torch.cat([x[:, :shift], x[:, shift:] + x[:, :-shift]], 1)
+        shift *= 2
+    return x
+
+
+def _side_by_side(table: Tensor, width: int) -> Tensor:
+    """The candidates of all ranks in one row, ranks in order, so that equal values stand in the order of their ids.
+
+    Shapes: [N, rows * width] -> [rows, N * width].
+    """
+    return table.view(len(table), -1, width).transpose(0, 1).flatten(1)
