@@ -13,7 +13,7 @@ from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.paged_attention import LIBRARIES, PlanFunction, plan_paged_attention
 from dist_infer.kernels.reference import paged_attention as reference
 from tests.devices import DEVICES
-from tests.yardstick import check_error
+from tests.yardstick import check_error, check_rounded_once
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SCALE = 0.3
@@ -144,7 +144,9 @@ def test_against_the_formula(
     )
     out = attend(case, library)
     assert out.is_contiguous()
-    check_error(out, formula(case, torch.float64), formula(case, dtype))
+    truth = formula(case, torch.float64)
+    check_error(out, truth, formula(case, dtype))
+    check_rounded_once(out, truth)
 
 
 @pytest.mark.parametrize("device", DEVICES)

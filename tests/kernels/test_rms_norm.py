@@ -7,7 +7,7 @@ from torch import Tensor
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.rms_norm import LIBRARIES, RmsNormFunction, rms_norm
 from tests.devices import DEVICES
-from tests.yardstick import check_error
+from tests.yardstick import check_error, check_rounded_once
 
 EPS = 1e-5
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +40,17 @@ def test_against_the_formula(
     truth = formula(expected_total, weight)
     yardstick = torch.nn.functional.rms_norm(expected_total, (hidden,), weight, EPS)
     check_error(normed, truth, yardstick)
+    check_rounded_once(normed, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eps_bounds_small_rows(dtype: torch.dtype) -> None:
+    """A row of zeros stays zero, and one far below sqrt(eps) is divided by about sqrt(eps)."""
+    x = torch.tensor([[0.0, 0.0], [1e-4, -1e-4]]).to(dtype)
+    normed, _ = rms_norm(x, torch.ones(2).to(dtype), EPS, library=LIBRARIES[-1])
+    check_rounded_once(normed, formula(x, torch.ones(2)))
+    assert normed[0].tolist() == [0.0, 0.0]
+    assert normed[1].tolist() == pytest.approx([1e-4 / EPS**0.5, -1e-4 / EPS**0.5], rel=1e-2)
 
 
 def test_variance_is_that_of_the_rounded_sum() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.rotary import LIBRARIES, RotaryFunction, rotary
 from tests.devices import DEVICES
-from tests.yardstick import check_error
+from tests.yardstick import check_error, check_rounded_once
 
 NUM_SLOTS = 300
 
@@ -56,6 +56,7 @@ def test_against_complex_numbers(
     for ours, plain in ((q, plain_q), (caches[0][slots], plain_k)):
         truth = turn(plain.double(), cos.double(), sin.double())
         check_error(ours, truth, rotate_half(plain, cos, sin))
+        check_rounded_once(ours, truth)
     assert torch.equal(caches[1][slots], plain_v)
     untouched = torch.ones(NUM_SLOTS, dtype=torch.bool, device=device).index_fill_(0, slots, False)
     assert all(bool((cache[untouched] == 7).all()) for cache in caches)

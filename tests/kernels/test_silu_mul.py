@@ -6,7 +6,7 @@ import torch
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.silu_mul import LIBRARIES, SiluMulFunction, silu_mul
 from tests.devices import DEVICES
-from tests.yardstick import check_error
+from tests.yardstick import check_error, check_rounded_once
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -22,7 +22,9 @@ def test_against_the_formula(
     yardstick = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
     out = silu_mul(gate_up, library=library)
     assert out.is_contiguous()
-    check_error(out, gate / (1 + (-gate).exp()) * up, yardstick)
+    truth = gate / (1 + (-gate).exp()) * up
+    check_error(out, truth, yardstick)
+    check_rounded_once(out, truth)
 
 
 def test_large_gates_neither_overflow_nor_vanish() -> None:
