@@ -46,9 +46,21 @@ class _Rows:
         return logits if len(self) == len(logits) else logits[self.rows]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The rows of a step by the way that they go."""
+
+    greedy: _Rows
+    noisy: _Rows
+    largest: _Rows
+    nucleus: _Rows
+    num_candidates: int  # of the row in `largest` that needs most
+
+
 class Sampler:
-    """Chooses the next tokens of a group. `vocab_range` are the ids of this rank's logits; ids from `vocab_size` on are
-    padding and never chosen.
+    """Chooses the next tokens of a group.
+
+    `vocab_range` are the ids of this rank's logits; ids from `vocab_size` on are padding and never chosen.
     """
 
     def __init__(
@@ -84,17 +96,17 @@ class Sampler:
                 f" not {list(logits.shape)}"
             )
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        greedy, noisy, largest, nucleus, num_candidates = self._sort_rows(batch, logits.device)
-        if len(greedy) + len(noisy) + len(largest):
-            self._sample_by_candidates(logits, greedy, noisy, largest, num_candidates, token_ids)
-        if len(nucleus):
-            everything = self._gather_logits(nucleus.of(logits))
+        ways = self._sort_rows(batch, logits.device)
+        if len(ways.nucleus) < len(logits):
+            self._sample_by_candidates(logits, ways, token_ids)
+        if len(ways.nucleus):
+            everything = self._gather_logits(ways.nucleus.of(logits))
             values, ids = top_k_op.top_k(everything, self._vocab_size, library=self._top_k_library)
-            token_ids.index_copy_(0, nucleus.rows, self._sample_sorted(values, ids, nucleus))
+            token_ids.index_copy_(0, ways.nucleus.rows, self._sample_sorted(values, ids, ways.nucleus))
         return token_ids
 
-    def _sort_rows(self, batch: Batch, device: torch.device) -> tuple[_Rows, _Rows, _Rows, _Rows, int]:
-        """Rows by their way, and the candidates that the top-k rows need; one copy to the device."""
+    def _sort_rows(self, batch: Batch, device: torch.device) -> _Ways:
+        """One copy to the device, whatever ways there are."""
         limited = (batch.top_k > 0) & (batch.top_k < self._vocab_size)
         is_greedy = (batch.temperature == 0) | (batch.top_k == 1)
         ways = np.select([is_greedy, limited, batch.top_p < 1], [0, 2, 3], default=1)
@@ -114,19 +126,17 @@ class Sampler:
             for column in (rows, temperature.view(torch.float64), top_p.view(torch.float64), top_k, keys_)
         )
         greedy, noisy, largest, nucleus = (_Rows(*part) for part in zip(*parts, strict=True))
-        num_candidates = int(batch.top_k[ways == 2].max(initial=0))
-        return greedy, noisy, largest, nucleus, num_candidates
+        return _Ways(greedy, noisy, largest, nucleus, num_candidates=int(batch.top_k[ways == 2].max(initial=0)))
 
-    def _sample_by_candidates(
-        self, logits: Tensor, greedy: _Rows, noisy: _Rows, largest: _Rows, num_candidates: int, token_ids: Tensor
-    ) -> None:
+    def _sample_by_candidates(self, logits: Tensor, ways: _Ways, token_ids: Tensor) -> None:
+        greedy, noisy, largest, width = ways.greedy, ways.noisy, ways.largest, ways.num_candidates
         own, ids = self._own_columns(logits)
         bests = [
             sample_op.sample(greedy.of(own), ids, library=self._sample_library),
             sample_op.sample(noisy.of(own), ids, noisy.temperature, noisy.keys, library=self._sample_library),
         ]
         best_scores, best_ids = (torch.cat(pair) for pair in zip(*bests, strict=True))
-        values, value_ids = self._own_candidates(largest.of(own), ids, num_candidates)
+        values, value_ids = self._own_candidates(largest.of(own), ids, width)
         # One exchange in float64, which holds every value and every id exactly.
         parts = (best_scores, best_ids, values.flatten(), value_ids.flatten())
         table = self._tp.all_gather(torch.cat([part.double() for part in parts])).view(self._tp.size, -1)
@@ -134,10 +144,8 @@ class Sampler:
         _, chosen = sample_op.sample(all_scores.t(), all_best_ids.t().long(), library=self._sample_library)
         token_ids.index_copy_(0, torch.cat([greedy.rows, noisy.rows]), chosen)
         if len(largest):
-            values, places = top_k_op.top_k(
-                _side_by_side(all_values, num_candidates), num_candidates, library=self._top_k_library
-            )
-            ids = _side_by_side(all_ids, num_candidates).gather(1, places).long()
+            values, places = top_k_op.top_k(_side_by_side(all_values, width), width, library=self._top_k_library)
+            ids = _side_by_side(all_ids, width).gather(1, places).long()
             token_ids.index_copy_(0, largest.rows, self._sample_sorted(values, ids, largest))
 
     def _own_columns(self, logits: Tensor) -> tuple[Tensor, Tensor]:
