@@ -135,7 +135,7 @@ class TorchCollectives:
         self.wire_bytes = dict.fromkeys(_TAGS, 0)
         self._wire = wire
         self._axis = axis
-        self._max_whole_bytes = max_whole_bytes
+        self.max_whole_bytes = max_whole_bytes
         self._num_exchanges = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class TorchCollectives:
         _check_summable("all_reduce", x)
         self._check_device("all_reduce", x)
         flat = x.view(-1)
-        if flat.nbytes <= self._max_whole_bytes:
+        if flat.nbytes <= self.max_whole_bytes:
             received = self._receive_slices("all_reduce", [flat] * self.size)
             return ordered_sum(received).view(x.shape)
         sizes = split_sizes(flat.numel(), self.size)

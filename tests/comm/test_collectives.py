@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def forced(way: str, group: Collectives, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     """The same group, made to reduce that way."""
     if isinstance(group, TorchCollectives):
-        monkeypatch.setattr(group, "_max_whole_bytes", WAYS[way])
+        monkeypatch.setattr(group, "max_whole_bytes", WAYS[way])
     return group
 
 
@@ -111,11 +111,11 @@ def test_all_reduce(world: World, forced: Collectives, dtype: torch.dtype) -> No
 def test_both_ways_are_taken_and_agree(world: World, group: Collectives) -> None:
     """Just up to the limit whole, just beyond it sliced: told by the bytes that are sent."""
     assert isinstance(group, TorchCollectives)
-    for num in (group._max_whole_bytes // 4, group._max_whole_bytes // 4 + 1):
+    for num in (group.max_whole_bytes // 4, group.max_whole_bytes // 4 + 1):
         sent = group.wire_bytes["all_reduce"]
         x = _inputs(1, (num,), torch.float32, seed=num)[0]
         group.all_reduce(x)
-        sliced = num * 4 > group._max_whole_bytes
+        sliced = num * 4 > group.max_whole_bytes
         sizes = split_sizes(num, group.size)
         own = sizes[group.rank]
         expected = (num - own) + (group.size - 1) * own if sliced else (group.size - 1) * num
