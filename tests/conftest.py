@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="gpu: torch finds no CUDA device"))
-    if config.getoption("--with-mpi", default=False):
+    if any(config.getoption(option, default=False) for option in ("--with-mpi", "--only-mpi")):  # of pytest-mpi
         for item in items:
             if item.get_closest_marker("ranks"):
                 item.add_marker(pytest.mark.mpi)

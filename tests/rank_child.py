@@ -46,6 +46,7 @@ class RankWorld:
 
     def __init__(self) -> None:
         self.world: World | None = None
+        self.all_passed = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if any(item.get_closest_marker("ranks") for item in session.items):
@@ -55,7 +56,11 @@ class RankWorld:
             self.world = World.open(device="cuda" if on_gpu else "cpu", share_gpu=True)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self.world is not None and exitstatus == pytest.ExitCode.OK:
+        self.all_passed = exitstatus == pytest.ExitCode.OK
+
+    def pytest_unconfigure(self) -> None:
+        """Not before: pytest-mpi's summary still asks MPI for rank and size."""
+        if self.world is not None and self.all_passed:
             self.world.close()
 
 
