@@ -5,6 +5,9 @@ so a page costs `block_bytes` in all. The ids are logical and come from the sche
 page.
 """
 
+from math import prod
+
+import numpy as np
 import torch
 
 from dist_infer.comm.mesh import HeadShard
@@ -35,14 +38,21 @@ class KVCache:
         shape = (num_blocks * block_size, len(shard.kv_heads), config.head_dim)
         try:
             self.layers = tuple(
-                KVLayer(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+                KVLayer(*(_zeros(shape, dtype, device) for _ in range(2)))
                 for _ in range(config.num_layers)
             )
-        except RuntimeError as error:  # also torch.OutOfMemoryError; the CPU allocator raises a plain one
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise UsageError(
                 f"the KV cache of {num_blocks} blocks takes {self.num_bytes / 2**20:.0f} MiB, more than {device} has"
                 " left: lower --num-kv-blocks or --kv-memory-fraction"
             ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory comes from calloc, page by page as it is written: torch.zeros would write all of it at start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def block_bytes(config: ModelConfig, shard: HeadShard, block_size: int, dtype: torch.dtype) -> int:
