@@ -33,12 +33,12 @@ class SampledIds:
             return
         self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         self._on_host.copy_(token_ids, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def ready(self) -> bool:
         """The copy has arrived; never waits."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def numpy(self) -> Int64Array:
         """Only once `ready`."""

@@ -15,7 +15,8 @@ from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.engine import Engine
 from dist_infer.errors import ExitCode
 from dist_infer.scheduler import Scheduler
-from dist_infer.types import Batch, News
+from dist_infer.sequences import Sequence
+from dist_infer.types import Batch, Int64Array, News, StepOutput
 from tests.protocol_world import (
     BrokenError,
     FakeRunner,
@@ -136,7 +137,7 @@ class LateAborts(Scheduler):
 @pytest.mark.parametrize("depth", [0, 1])
 def test_abort_async(depth: int) -> None:
     """Rule 1: aborts travel in the news; seen at different steps, the ranks of a group hold different schedules."""
-    made = []
+    made: list[Scheduler] = []
 
     def make_scheduler(*args: Any) -> Scheduler:
         made.append(Scheduler(*args) if made else LateAborts(*args))
@@ -163,6 +164,45 @@ def test_abort_async(depth: int) -> None:
 def test_abort_late(depth: int) -> None:
     """Rule 10: an abort keeps its sequence out of the very step of its news."""
     catches("aborted sequence", ranks=2, depth=depth, arrivals=TWO, aborts_after={0: 1}, make_scheduler=LateAborts)
+
+
+def test_eos_at_once() -> None:
+    """Rule 10: at depth 1 the token after the end is dropped; rank 0 takes none even from a scheduler that gives it."""
+
+    class Naive(Scheduler):
+        def commit(self, batch: Batch, token_ids: Int64Array) -> list[StepOutput]:
+            outputs = super().commit(batch, token_ids)
+            told = {output.request_id for output in outputs}
+            for seq, token_id in zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True):
+                request_id = int(batch.request_ids[seq])
+                if request_id not in told:
+                    late.append(request_id)
+                    outputs.append(StepOutput(request_id=request_id, token_ids=(token_id,)))
+            return outputs
+
+    late: list[int] = []
+    world = World(ranks=2, depth=1, arrivals=TWO, true_len={0: 2}, make_scheduler=Naive).run()
+    assert 0 in late
+    assert world.script.got[0] == world.expected(0)
+
+
+def test_leak_abort() -> None:
+    """Rule 10: the blocks of a sequence that is aborted in flight come back when that step is collected."""
+
+    forgotten: set[int] = set()
+
+    class Naive(Scheduler):
+        def _abort(self, request_id: int) -> None:
+            seq = self._running.get(request_id)
+            if seq is not None and seq.num_in_flight:
+                forgotten.add(request_id)
+            super()._abort(request_id)
+
+        def _leave(self, seq: Sequence) -> None:
+            if seq.request.request_id not in forgotten:
+                super()._leave(seq)
+
+    catches("block leak", ranks=2, depth=1, arrivals=TWO, aborts_after={0: 1}, make_scheduler=Naive)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -234,10 +274,22 @@ def test_idle_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_idle_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 11: nor is an empty table with a step still to collect."""
+
+    class SlowTokens(Tokens):
+        def numpy(self) -> Int64Array:
+            time.sleep(0.01 * self.runner.rank)  # rank 0 is through before the other group's outputs are sent
+            return super().numpy()
+
+    class Runner(FakeRunner):
+        def launch(self, batch: Batch, decision: Decision) -> Tokens:
+            tokens = super().launch(batch, decision)
+            return SlowTokens(tokens.runner, tokens.count, tokens.ids)
+
     options: dict[str, Any] = {
         "ranks": 2,
         "dp": 2,
         "depth": 1,
+        "make_runner": Runner,
         "arrivals": [[make_request(0, 8, 8), make_request(1, 2, 8)]],
         "true_len": {0: 2, 1: 4},
     }

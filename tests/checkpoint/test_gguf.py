@@ -86,8 +86,9 @@ def test_files_of_the_folder(tmp_path: Path) -> None:
     }
     assert {key: folder.config[key] for key in expected} == expected
     assert folder.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    assert folder.chat_template == TEMPLATE
-    assert folder.tokenizer_config["eos_token"] == "<|im_end|>"
+    tokenizer_config = json.loads((folder.path / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == TEMPLATE
+    assert tokenizer_config["eos_token"] == "<|im_end|>"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tiny.gguf"]
 
 

@@ -1,0 +1,187 @@
+"""`dist-infer run` as a user starts it: exit codes, records, drain and death, on a tiny model under mpirun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_infer.errors import ExitCode
+from dist_infer.launch import mpirun
+from tests.tiny_models import make_tiny_llama
+
+PROGRAM = [sys.executable, "-P", "-m", "dist_infer", "run"]
+LIMIT_S = 60.0
+GONE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint without tokenizer."""
+    return make_tiny_llama(tmp_path_factory.mktemp("job") / "tiny-llama", 4, 2, max_position_embeddings=4096)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+class Job:
+    """A `dist-infer run` under mpirun whose output can be watched."""
+
+    def __init__(self, num_ranks: int, arguments: list[str]) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the job
+        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        launch = mpirun.command(
+            num_ranks, [*PROGRAM, *arguments], launcher=mpirun.find_launcher(), oversubscribe=True, extra_env=env
+        )
+        self.process = mpirun.start(launch, output=self.log)
+
+    def text(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode()
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code. Errors: TimeoutExpired, after the job was killed."""
+        try:
+            return self.process.wait(limit_s)
+        finally:
+            mpirun.stop(self.process)
+
+    def wait_for_records(self, output: Path, count: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not output.exists() or output.read_text().count("\n") < count:
+            assert time.monotonic() < until and self.process.poll() is None, self.text()
+            time.sleep(0.02)
+
+    def pids(self) -> list[int]:
+        """Process ids by rank, from the ready lines."""
+        lines = [line.split("ready ")[1].split() for line in self.text().splitlines() if "ready rank=" in line]
+        return [int(dict(word.split("=") for word in words)["pid"]) for words in lines]
+
+
+def write_requests(folder: Path, lines: list[Any]) -> list[str]:
+    path = folder / "in.jsonl"
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return ["-i", str(path), "-o", str(folder / "out.jsonl")]
+
+
+def read_records(folder: Path) -> dict[str, Any]:
+    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    by_id = {record["custom_id"]: record for record in records}
+    assert len(by_id) == len(records), "a request was answered twice"
+    return by_id
+
+
+def long_requests(count: int) -> list[Any]:
+    return [{"prompt": [idx % 100 + 1] * 20, "max_tokens": 60, "ignore_eos": True} for idx in range(count)]
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs of a test; none outlives it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        mpirun.stop(job.process)
+        job.log.close()
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 5
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pids)
+
+
+def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[Job]) -> None:
+    good = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    lines = [
+        good,
+        "{broken\n",
+        "\n",
+        good | {"prompt": "text without a tokenizer"},
+        good | {"max_tokens": 10**6},
+        good | {"custom_id": "mine"},
+        {"custom_id": "chat", "method": "POST", "url": "/v1/completions", "body": good},
+        good | {"prompt": [131]},
+    ]
+    jobs.append(Job(2, [*write_requests(folder, lines), "--model", str(model), "--dtype", "float64"]))
+    assert jobs[0].wait() == ExitCode.FAILED_REQUESTS, jobs[0].text()
+    records = read_records(folder)
+    assert len(records) == 7
+    answered = {name for name, record in records.items() if record["response"]["status_code"] == 200}
+    assert answered == {"line-1", "mine", "chat"}
+    choices = [records[name]["response"]["body"]["choices"][0]["token_ids"] for name in answered]
+    assert len(choices[0]) == 5
+    assert choices[0] == choices[1] == choices[2]
+
+
+def test_a_drain_gives_back_what_has_not_started(model: Path, folder: Path, jobs: list[Job]) -> None:
+    arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
+    jobs.append(Job(2, arguments))
+    jobs[0].wait_for_records(folder / "out.jsonl", 1)
+    jobs[0].process.send_signal(signal.SIGUSR1)  # every launcher forwards it to all ranks
+    assert jobs[0].wait() == ExitCode.DRAINED, jobs[0].text()
+    records = read_records(folder)
+    assert 1 <= len(records) < 1000
+    for record in records.values():
+        assert record["response"]["body"]["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(model: Path, folder: Path, jobs: list[Job], rank: int) -> None:
+    arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
+    jobs.append(Job(2, arguments))
+    jobs[0].wait_for_records(folder / "out.jsonl", 1)
+    pids = jobs[0].pids()
+    os.kill(pids[rank], signal.SIGKILL)
+    assert jobs[0].wait(GONE_S) != 0
+    assert_gone(pids)
+    assert len(read_records(folder)) >= 1  # whole lines only
+
+
+def test_an_interrupted_launcher_leaves_no_rank(model: Path, folder: Path, jobs: list[Job]) -> None:
+    arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        (folder / "out.jsonl").unlink(missing_ok=True)
+        job = Job(2, arguments)
+        jobs.append(job)
+        job.wait_for_records(folder / "out.jsonl", 1)
+        job.process.send_signal(sent)
+        assert job.wait(GONE_S) != 0
+        assert_gone(job.pids())
+        assert read_records(folder)
+
+
+def test_a_model_that_is_not_there_is_said_once(folder: Path, jobs: list[Job]) -> None:
+    jobs.append(Job(2, [*write_requests(folder, []), "--model", str(folder / "nowhere")]))
+    assert jobs[0].wait() == ExitCode.USAGE
+    assert jobs[0].text().count("there is no such folder") == 1
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_without_a_launcher_it_is_a_world_of_one(model: Path, folder: Path) -> None:
+    arguments = write_requests(folder, [{"prompt": [5, 6], "max_tokens": 3}])[:2]
+    finished = subprocess.run(
+        [*PROGRAM, *arguments, "-o", "-", "--model", str(model), "--load-format", "dummy", "--log-level", "warning"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=mpirun.scrub(os.environ),
+        cwd=folder,
+    )
+    assert finished.returncode == ExitCode.DONE, finished.stderr
+    (record,) = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert record["response"]["body"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
