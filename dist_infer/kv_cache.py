@@ -38,8 +38,7 @@ class KVCache:
         shape = (num_blocks * block_size, len(shard.kv_heads), config.head_dim)
         try:
             self.layers = tuple(
-                KVLayer(*(_zeros(shape, dtype, device) for _ in range(2)))
-                for _ in range(config.num_layers)
+                KVLayer(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_layers)
             )
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise UsageError(
