@@ -49,7 +49,9 @@ class RequestError(DistInferError):
     `param` is the field of the request body, `code` a short word as the OpenAI API uses, `status` the HTTP status.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
