@@ -89,4 +89,6 @@ class NcclWire:
         outgoing[self.rank] = incoming[self.rank] = self._nothing
         options = dist.AllToAllOptions()
         options.asyncOp = False
-        self._group.alltoall(incoming, outgoing, options).wait()
+        work = self._group.alltoall(incoming, outgoing, options)
+        if work is not None:  # None where torch has put it on the current stream and there is nothing to wait for
+            work.wait()
