@@ -77,15 +77,17 @@ def world(request: pytest.FixtureRequest) -> "World":
     return world
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
+    by_hand = any(item.config.getoption(option, default=False) for option in ("--with-mpi", "--only-mpi"))
+    if by_hand and item.get_closest_marker("ranks"):
+        item.add_marker(pytest.mark.mpi)  # what pytest-mpi's options look for
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="gpu: torch finds no CUDA device"))
-    if any(config.getoption(option, default=False) for option in ("--with-mpi", "--only-mpi")):  # of pytest-mpi
-        for item in items:
-            if item.get_closest_marker("ranks"):
-                item.add_marker(pytest.mark.mpi)
     # pytest sorts by the parameter `world` across files; keep each file together, sizes ascending in it
     files = {path: idx for idx, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: files[item.path])
