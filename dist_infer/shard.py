@@ -91,7 +91,7 @@ def num_kv_blocks(plan: ShardPlan, *, block_size: int, memory_fraction: float, s
 def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int) -> int:
     """Tokens of the longest sequence: what was asked for, else what the model and the KV cache allow.
 
-    Errors: UsageError when more was asked for than the model's positions.
+    Errors: UsageError when more was asked for than either allows.
     """
     if asked is None:
         return min(config.max_position_embeddings, num_kv_tokens)
@@ -99,5 +99,10 @@ def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int)
         raise UsageError(
             f"--max-model-len {asked} is more than the model's {config.max_position_embeddings} positions"
             " (max_position_embeddings of its config.json)"
+        )
+    if asked > num_kv_tokens:
+        raise UsageError(
+            f"--max-model-len {asked} is more than the {num_kv_tokens} tokens that the KV cache holds:"
+            " lower it, or raise --num-kv-blocks or --kv-memory-fraction"
         )
     return asked

@@ -1,0 +1,83 @@
+"""A shard from folder to filled model, and what is refused before anything large is made."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.mesh import Mesh
+from dist_infer.errors import CheckpointError, UsageError
+from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
+from tests.tiny_models import make_tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def plan(folder: Path, *, world: int = 1, rank: int = 0, dtype: str = "auto") -> ShardPlan:
+    return plan_shard(open_model_folder(folder), Mesh.create(world=world, rank=rank), dtype=dtype, device=CPU)
+
+
+def test_a_cpu_computes_in_float32_unless_told(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, 4, 2, dtype=torch.bfloat16)
+    assert plan(folder).dtype == torch.float32
+    assert plan(folder, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, 4, 2)
+    assert [len(plan(folder, world=3, rank=rank).heads.heads) for rank in range(3)] == [1, 1, 2]
+    with pytest.raises(UsageError, match=r"5.*4"):
+        plan(folder, world=5)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_filled_shard_knows_its_size(tmp_path: Path, tie: bool) -> None:
+    folder = make_tiny_llama(tmp_path, 4, 2, tie=tie, dtype=torch.float32)
+    named: list[str] = []
+    shard = load_shard(plan(folder), SingleCollectives(), on_tensor=named.append)
+    assert shard.parameter_bytes == shard.model_bytes
+    assert ("lm_head.weight" in named) is not tie
+    assert len(named) == len(set(named)) == 2 + 9 * 3 + (not tie)
+
+
+def test_random_weights_need_only_the_geometry(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, 4, 2)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="safetensors"):
+        open_model_folder(folder)
+    mesh = Mesh.create(world=1, rank=0)
+    dummy_plan = plan_shard(open_model_folder(folder, weights=False), mesh, dtype="float64", device=CPU)
+    first, second = (
+        load_shard(dummy_plan, SingleCollectives(), dummy_seed=seed, on_tensor=lambda _: None).model.layers[0]
+        for seed in (0, 1)
+    )
+    pairs = zip(first.weight_slots(""), second.weight_slots(""), strict=True)
+    assert all(not torch.equal(a.into, b.into) for a, b in pairs)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, 4, 2)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\."):
+        load_shard(plan(folder), SingleCollectives(), on_tensor=lambda _: None)
+
+
+def test_sequences_are_as_long_as_model_and_cache_allow(tmp_path: Path) -> None:
+    config = plan(make_tiny_llama(tmp_path, 4, 2, max_position_embeddings=512)).config
+    assert max_model_len(config, None, num_kv_tokens=10_000) == 512
+    assert max_model_len(config, None, num_kv_tokens=100) == 100
+    assert max_model_len(config, 100, num_kv_tokens=100) == 100
+    with pytest.raises(UsageError, match=r"300.*100.*--num-kv-blocks"):
+        max_model_len(config, 300, num_kv_tokens=100)
+    with pytest.raises(UsageError, match=r"513.*512"):
+        max_model_len(config, 513, num_kv_tokens=100)
+
+
+def test_kv_blocks_by_memory(tmp_path: Path) -> None:
+    shard_plan = plan(make_tiny_llama(tmp_path, 4, 2))
+    few = num_kv_blocks(shard_plan, block_size=16, memory_fraction=0.01, sharers=4)
+    many = num_kv_blocks(shard_plan, block_size=16, memory_fraction=0.01, sharers=1)
+    assert 3 < many / few < 5
