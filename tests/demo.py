@@ -7,7 +7,9 @@ is nothing to compare with.
 
 import argparse
 import json
+import os
 import re
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -103,7 +105,7 @@ def run_job(folder: Path, prompts: list[dict[str, Any]], model: str | None) -> t
     program += ["--model", model] if model else []
     one_thread = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # two ranks may share two cores with others
     command = mpirun.command(NUM_RANKS, program, launcher=mpirun.find_launcher(), extra_env=one_thread)
-    print("$", " ".join(command.argv), flush=True)
+    print("$", shlex.join(command.argv), flush=True)
     finished = mpirun.run(command, timeout_s=TIMEOUT_S, capture=True)
     if finished.returncode != 0:
         raise DemoError(f"the ranks ended with code {finished.returncode}:\n{finished.output}")
@@ -161,9 +163,15 @@ def demo(model: str | None) -> None:
         print(f"\nAll {sum(len(p['token_ids']) for p in prompts)} token ids are those of llama.cpp. Next:")
     else:
         print("\nNo oracle for this model: the answers were not compared. Next:")
-    python = Path(sys.executable)
-    program = python.parent / "dist-infer"
-    print(f'\n  {python} -m dist_infer.launch.mpirun -n 2 -- {program} run --prompt "Tell me a joke."\n')
+    print(f"\n  {next_command()}\n")
+
+
+def next_command() -> str:
+    """What to try now; it can be pasted into a shell that stands here."""
+    bin_folder = os.path.relpath(Path(sys.executable).parent)
+    python, program = os.path.join(bin_folder, "python"), os.path.join(bin_folder, "dist-infer")
+    launcher = [python, "-m", "dist_infer.launch.mpirun", "-n", str(NUM_RANKS), "--"]
+    return shlex.join([*launcher, program, "run", "--prompt", "The three largest oceans are"])
 
 
 def main() -> int:
