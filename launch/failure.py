@@ -29,6 +29,19 @@ class VotedError(DistInferError):
         self.speaker = speaker
 
 
+class RemoteError(DistInferError):
+    """A task of the rank pool failed on one or more ranks. `records`: a flat dict of text and numbers for each."""
+
+    def __init__(self, records: list[FailureRecord]) -> None:
+        others = [f"rank {record['rank']}" for record in records[1:]]
+        more = f"\n({', '.join(others)} failed too)" if others else ""
+        super().__init__(f"{headline(records[0])}\n{records[0]['traceback']}".rstrip() + more)
+        self.records = records
+
+    def __reduce__(self) -> tuple[type["RemoteError"], tuple[list[FailureRecord]]]:
+        return RemoteError, (self.records,)
+
+
 class Alarm:
     """Where the watch thread says what it has seen, and where every wait looks.
 
@@ -48,6 +61,8 @@ class Alarm:
 
 def describe(error: BaseException, *, rank: int, host: str, where: str = "") -> FailureRecord:
     """The record of an exception; never raises, whatever the exception does in its own methods."""
+    if isinstance(error, RemoteError):
+        return error.records[0]
     curable = isinstance(error, DistInferError)
     return {
         **_origin(rank, host, where),

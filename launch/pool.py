@@ -17,9 +17,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 
-from dist_infer.errors import DistInferError, PeerFailedError, UsageError
+from dist_infer.errors import PeerFailedError, UsageError
 from dist_infer.launch.channel import Broadcaster, Mailbox
-from dist_infer.launch.failure import FailureRecord, decode, describe, encode, headline
+from dist_infer.launch.failure import FailureRecord, RemoteError, decode, describe, encode
 from dist_infer.launch.world import World
 
 SETTLE_S = 10.0
@@ -31,19 +31,6 @@ _WAITING = "the pool, waiting for a task"
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class RemoteError(DistInferError):
-    """A task failed on one or more ranks. `records`: one flat dict of text and numbers per failed rank."""
-
-    def __init__(self, records: list[FailureRecord]) -> None:
-        others = [f"rank {record['rank']}" for record in records[1:]]
-        more = f"\n({', '.join(others)} failed too)" if others else ""
-        super().__init__(f"{headline(records[0])}\n{records[0]['traceback']}".rstrip() + more)
-        self.records = records
-
-    def __reduce__(self) -> tuple[type["RemoteError"], tuple[list[FailureRecord]]]:
-        return RemoteError, (self.records,)
 
 
 class Pool:
@@ -169,15 +156,15 @@ def _call(world: World, number: int, task: bytes | memoryview) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(task)
         value: bytes = cloudpickle.dumps(fn(world, *args, **kwargs))
-        return _VALUE + value
+        reply = _VALUE + value
     except PeerFailedError:
         raise
     except Exception as error:
         record = describe(error, rank=world.rank, host=world.host, where=world.watchdog.where)
-        return _FAILURE + encode(record).encode()
-    finally:
-        world.watchdog.rest(_WAITING)
-        world.signals.nobody_asks()
+        reply = _FAILURE + encode(record).encode()
+    world.watchdog.rest(_WAITING)
+    world.signals.nobody_asks()
+    return reply
 
 
 def _failed(reply: bytes) -> bool:

@@ -14,6 +14,7 @@ from dist_infer.errors import ExitCode
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a forked child must not load anything
 
 
 class StopSignals:
@@ -64,9 +65,8 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     Where the parent has ended already, the process leaves at once. Linux only: elsewhere it does nothing.
     """
     parent = os.getppid()
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None:
+    if _PRCTL is None:
         return
-    prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    _PRCTL(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(ExitCode.ERROR)

@@ -236,7 +236,8 @@ class Watchdog:
                 if record is None:
                     continue
                 self._stall(record)
-            self._give_the_main_thread_time()
+            # the main thread sees the alarm in its next poll, answers what is open and leaves; a blocked one doesn't
+            self._stopped.wait(GRACE_S)
             if not self._alarm.over:
                 self.leave()
 
@@ -251,23 +252,22 @@ class Watchdog:
             return death(text, rank=0, where=self._where, stacks=True)
         at = self._progress_at
         if at is not None and now - at > self._step_timeout_s:
-            text = f"no progress for {self._step_timeout_s:g} s (--step-timeout)"
+            text = f"no progress for {self._step_timeout_s:g} s (--step-timeout){self._silent_ranks(now)}"
             return death(text, rank=self._rank, host=self._host, where=self._where, pid=os.getpid(), stacks=True)
         return None
 
+    def _silent_ranks(self, now: float) -> str:
+        late = {rank: now - at for rank, (_, at) in self._seen_beats.items() if now - at > 3 * BEAT_S}
+        return "".join(f"; no sign of life from rank {rank} for {silent_s:.0f} s" for rank, silent_s in late.items())
+
     def _stall(self, record: FailureRecord) -> None:
+        dump_stacks(self._rank)
         if record["rank"] == self._rank:
             self._publish(record)
         else:
             self._lost = True
             self._alarm.record = record
             show(record)
-
-    def _give_the_main_thread_time(self) -> None:
-        """It sees the alarm in its next poll, answers what is open and leaves; one that is blocked doesn't."""
-        if self._alarm.record is not None and self._alarm.record.get("stacks"):
-            dump_stacks(self._rank)
-        self._stopped.wait(GRACE_S)
 
     # The reporter: owns the store connection.
 
@@ -323,6 +323,8 @@ class Watchdog:
 
     def _note_failure(self, record: FailureRecord) -> None:
         mine = record == self._report and int(record["rank"]) != self._rank
+        if record.get("stacks") and int(record["rank"]) != self._rank:
+            dump_stacks(self._rank)  # before the main thread sees the alarm and moves
         self._alarm.record = record
         if mine:
             show(record)  # this rank found another one dead: nobody else will say it
