@@ -33,14 +33,14 @@ def _listening(port: int) -> set[str]:
 
 
 def test_store_reaches_all_and_listens_on_one_address() -> None:
-    def main(rank: int, announce: Announce) -> tuple[int, set[str], bytes]:
+    def main(rank: int, announce: Announce) -> tuple[TCPStore, set[str]]:
         store = open_store(rank=rank, size=3, host="localhost", announce=announce)
         store.set(f"from/{rank}", str(rank))
         assert [store.get(f"from/{other}") for other in range(3)] == [b"0", b"1", b"2"]
-        return store.port, _listening(store.port), announce(b"done" if rank == 0 else None)
+        return store, _listening(store.port)  # rank 0's store lives until all have looked
 
-    for port, listening, _ in run_ranks(3, main):
-        assert port > 0
+    for store, listening in run_ranks(3, main):
+        assert store.port > 0
         # 127.0.0.1 in /proc's byte order, or ::1 where localhost is that
         assert listening in ({"0100007F"}, {"0" * 24 + "01000000"})
 
@@ -134,9 +134,11 @@ def test_absent_rank_is_an_error_in_time() -> None:
 @pytest.mark.ranks(2, 4)
 def test_axes_connect_the_ranks_of_the_mesh(world: World) -> None:
     options = [{"dp": 1}, {"dp": world.size}] + [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 1}] * (world.size == 4)
+    kept = []  # a group that is closed while another rank is still in it would be an error there
     for choice in options:
         mesh = Mesh.create(world=world.size, rank=world.rank, **choice)
         opened = open_process_groups(mesh=mesh, store=world.store, backend="gloo", device=CPU, timeout_s=30.0)
+        kept.append(opened)
         for axis in AXES:
             group = getattr(opened, axis)
             ranks = mesh.axis_ranks(axis)
