@@ -49,7 +49,7 @@ check: $(TEST_STAMP) ## style, types, import contracts
 	$(VENV)/bin/lint-imports
 
 soak: $(TEST_STAMP) ## the long grids and trials
-	$(VENV)/bin/pytest -m soak
+	$(VENV)/bin/pytest -m soak || { [ $$? = 5 ] && echo 'no test is marked soak yet'; }
 
 results: $(RUN_STAMP) ## benchmarks/results.md from benchmarks/results/*.json
 	$(VENV)/bin/python -m benchmarks.results_table
@@ -62,6 +62,7 @@ model: ## model-check the step protocol (needs spin and a C compiler)
 	docs/model/check.sh
 
 wheel: $(TEST_STAMP) ## dist/*.whl
+	rm -rf build dist
 	$(VENV)/bin/python -m build --wheel --no-isolation
 
 clean: ## remove the environment and what builds leave behind
