@@ -134,6 +134,8 @@ def num_cores() -> int:
 
 def _open_mpi_tuning(major: int) -> dict[str, str]:
     tuning = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp" if major == 4 else "self,sm,tcp"}
+    if major == 4:
+        tuning["OMPI_MCA_plm"] = "isolated"  # this machine only: the default refuses to start where there is no ssh
     if major >= 5:
         tuning["OMPI_MCA_osc"] = "^ucx"  # else an error line per rank where UCX is there without its devices
     if os.geteuid() == 0:

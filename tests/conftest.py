@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rank_child import FOLDER_VARIABLE, RankRecorder, RankWorld, launched_size
-from tests.rank_parent import RankLauncher
-from tests.suite_report import SuiteReport
+from tests.bare_checkout import make_importable
+
+make_importable(Path(__file__).parent.parent)
+
+from tests.rank_child import FOLDER_VARIABLE, RankRecorder, RankWorld, launched_size  # noqa: E402 - needs dist_infer
+from tests.rank_parent import RankLauncher  # noqa: E402
+from tests.suite_report import SuiteReport  # noqa: E402
 
 if TYPE_CHECKING:
     from dist_infer.launch.world import World

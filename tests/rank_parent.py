@@ -47,7 +47,7 @@ class RankLauncher:
         self.verdicts: dict[str, list[pytest.TestReport]] = {}
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         if not is_rank_test(item):
             return None
         if item.nodeid not in self.verdicts:
@@ -58,6 +58,8 @@ class RankLauncher:
         for report in self.verdicts[item.nodeid]:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        # What the test before this one has set up for its file or session would stay, and trip the test after it.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     def run_group(self, items: Sequence[pytest.Item]) -> None:
