@@ -173,6 +173,7 @@ class MpiControl:
         self._own_outputs: list[tuple[int, int, bytes]] = []
         self._wakes: list[MPI.Request] = []
         self._wakes_sent = 0
+        self._wake_receives: dict[int, MPI.Request] = {}
         self._wakes_taken = [0] * self.size
         self._outputs_taken = [0] * self.size
         self._record: Int64Array = np.zeros(0, np.int64)
@@ -248,8 +249,10 @@ class MpiControl:
 
     def take_wake(self, rank: int) -> None:
         """Rank 0: take exactly one wake-up of `rank`, which has sent it or is about to."""
-        request = self._messages.Irecv(bytearray(0), source=rank, tag=_WAKE_TAG)
-        poll(request.Test, self._alarm, idle=False)
+        if rank not in self._wake_receives:  # else one that an alarm has interrupted
+            self._wake_receives[rank] = self._messages.Irecv(bytearray(0), source=rank, tag=_WAKE_TAG)
+        poll(self._wake_receives[rank].Test, self._alarm, idle=False)
+        del self._wake_receives[rank]
         self._wakes_taken[rank] += 1
 
     # Waiting and leaving.

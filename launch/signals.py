@@ -1,9 +1,13 @@
 """Signals of a rank: the first one asks for a drain, the second one ends the process at once.
 
 SIGUSR1 reaches the ranks through all launchers, SIGTERM and SIGINT where the launcher leaves time for it. A handler
-only sets a flag; every wait of a rank polls in Python, so the handler runs within a millisecond or so.
+says what came and sets a flag; every wait of a rank polls in Python, so the handler runs within a millisecond or so.
+
+Open MPI's mpirun drops what its ranks print once it has got a signal itself. So that the job does not vanish without a
+word, rank 0 says it on mpirun's own standard error too, where that is on this host.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +17,8 @@ from dist_infer.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
+_STDERR = 2
+_OPEN_MPI_LAUNCHERS = ("prterun", "mpirun", "orterun", "mpiexec")
 _PR_SET_PDEATHSIG = 1
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a forked child must not load anything
 
@@ -24,8 +30,9 @@ class StopSignals:
     as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool).
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, speaks_for_all: bool = False) -> None:
         self._name = name
+        self._speaks_for_all = speaks_for_all
         self._stop = False
         self._heeded = False
         self._old: dict[signal.Signals, object] = {}
@@ -51,12 +58,33 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._heeded and not self._stop:
-            self._stop = True
+        drains = self._heeded and not self._stop
+        what = "drains" if drains else "leaves at once"
+        why = " (the second signal)" if self._stop else ""
+        self._say(f"dist-infer: {self._name} got {signal.Signals(number).name} and {what}{why}\n".encode())
+        if not drains:
+            os._exit(ExitCode.ERROR)
+        self._stop = True
+
+    def _say(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, line)
+        if self._speaks_for_all:
+            with contextlib.suppress(OSError):
+                _write_to_launcher(line)
+
+
+def _write_to_launcher(line: bytes) -> None:
+    """To the standard error of the parent, if that is Open MPI's launcher; never waits."""
+    parent = os.getppid()
+    with open(f"/proc/{parent}/comm") as file:
+        if not file.read().startswith(_OPEN_MPI_LAUNCHERS):
             return
-        why = "the second signal" if self._stop else "there is nothing to drain"
-        os.write(2, f"dist-infer: {self._name} got {signal.Signals(number).name} and leaves at once: {why}\n".encode())
-        os._exit(ExitCode.ERROR)
+    fd = os.open(f"/proc/{parent}/fd/{_STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

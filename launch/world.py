@@ -78,7 +78,8 @@ class World:
             self.task_channel = Broadcaster(tasks, self._alarm), Mailbox(tasks, _TASK_TAG)
         self.rank, self.size = self.control.rank, self.control.size
         self.store: Any = None
-        self.signals = StopSignals(f"rank {self.rank} (host {self.host}, pid {os.getpid()})")
+        name = f"rank {self.rank} (host {self.host}, pid {os.getpid()})"
+        self.signals = StopSignals(name, speaks_for_all=self.rank == 0 and self.size > 1)
         self.watchdog = self._make_watchdog(None)
 
     @classmethod

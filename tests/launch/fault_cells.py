@@ -1,0 +1,113 @@
+"""Runs the cells of the fault table as real launches, a few at a time, and looks for what they leave behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dist_infer.launch import mpirun
+
+PROGRAM = Path(__file__).parent / "fault_program.py"
+TO_LAUNCHER = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL launcher": signal.SIGKILL}
+
+_MARK = "DIST_INFER_FAULT_CELL"
+_LIMIT_S = 60.0
+_AT_ONCE = 3
+
+
+@dataclass
+class Cell:
+    """One launch of two ranks that meets one fault in one phase."""
+
+    fault: str
+    phase: str
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: "subprocess.Popen[bytes] | None" = None
+    output_path: str = ""
+    started_at: float = 0.0
+    met_at: float | None = None
+    gone_s: float | None = None  # from the fault until no process is left
+    returncode: int | None = None
+
+    @property
+    def output(self) -> str:
+        """What the launcher and the ranks have printed so far."""
+        return Path(self.output_path).read_text(errors="replace")
+
+    def start(self, launcher: mpirun.Launcher) -> None:
+        """Launch it."""
+        env = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        argv = [sys.executable, str(PROGRAM), self.fault, self.phase]
+        launch = mpirun.command(2, argv, launcher=launcher, oversubscribe=True, extra_env=env)
+        handle, self.output_path = tempfile.mkstemp(prefix="dist-infer-fault-")
+        self.process = mpirun.start(launch, output=handle)
+        os.close(handle)
+        self.started_at = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Look after it; true when all its processes are gone or the patience is."""
+        assert self.process is not None
+        now = time.monotonic()
+        if self.met_at is None and f"READY {self.phase}" in self.output:
+            self.met_at = now
+            if self.fault in TO_LAUNCHER:
+                self.process.send_signal(TO_LAUNCHER[self.fault])
+        if self.process.poll() is not None and not self.left_over():
+            self.returncode = self.process.returncode
+            self.gone_s = now - (self.met_at or self.started_at)
+            return True
+        return now - self.started_at > _LIMIT_S
+
+    def left_over(self) -> list[int]:
+        """Processes of this cell that are alive, the launcher's own included."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_mine(pid)]
+
+    def _is_mine(self, pid: int) -> bool:
+        try:
+            return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+
+    def clean_up(self) -> None:
+        """End what is left of it."""
+        if self.process is not None and self.process.poll() is None:
+            mpirun.stop(self.process)
+        for pid in self.left_over():
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_cells(cells: Sequence[Cell]) -> None:
+    """Run all cells to their end."""
+    launcher = mpirun.find_launcher()
+    waiting, running = list(cells), list[Cell]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                running.append(waiting.pop(0))
+                running[-1].start(launcher)
+            for cell in [cell for cell in running if cell.is_over()]:
+                running.remove(cell)
+                cell.clean_up()
+            time.sleep(0.05)
+    finally:
+        for cell in running:
+            cell.clean_up()
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """One line a cell."""
+    lines = [f"{'fault':18} {'phase':12} {'gone after s':>12} {'exit code':>9}  message"]
+    for cell in cells:
+        said = [line for line in cell.output.splitlines() if line.startswith("dist-infer: ") or "process rank" in line]
+        said.sort(key=lambda line: "rank 1 " not in line)  # the culprit's own first
+        gone = "never" if cell.gone_s is None else f"{cell.gone_s:.1f}"
+        lines.append(
+            f"{cell.fault:18} {cell.phase:12} {gone:>12} {cell.returncode!s:>9}  {said[0][:100] if said else ''}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Each check on the surroundings that it is there for, and on those that are right."""
+
+import importlib.util
+
+import pytest
+
+from dist_infer.errors import UsageError
+from dist_infer.launch.preflight import CHECKS, LauncherEnv, Surroundings, require
+
+OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2\nMPICH ABI: 17"
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+SRUN_PMIX = STEP | {"PMIX_RANK": "1"}
+SRUN_PMI2 = STEP | {"PMI_RANK": "1", "PMI_SIZE": "2"}
+SHELL_IN_JOB = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "library", "size"),
+    [
+        ({}, None, None),
+        (MPIRUN, OPEN_MPI, 2),
+        (HYDRA, MPICH, 2),
+        (SRUN_PMIX, OPEN_MPI, 2),
+        (SRUN_PMI2, MPICH, 2),
+        (SHELL_IN_JOB | MPIRUN, OPEN_MPI, 2),
+        (SHELL_IN_JOB | {"OMPI_COMM_WORLD_SIZE": "1"}, OPEN_MPI, 1),
+        ({"SLURM_NTASKS": "1"}, None, None),
+    ],
+    ids=["alone", "mpirun", "hydra", "srun pmix", "srun pmi2", "mpirun in a job", "one rank in a job", "one task"],
+)
+def test_right_surroundings_pass(env: dict[str, str], library: str | None, size: int | None) -> None:
+    require(Surroundings(env=env))
+    require(Surroundings(env=env, mpi_library=library))
+    require(Surroundings(env=env, mpi_library=library, world_size=size))
+
+
+@pytest.mark.parametrize(
+    ("env", "library", "size", "what", "fix"),
+    [
+        ({"PMIX_RANK": "0"}, None, None, "PMIX_RANK is set", "env -u PMIX_RANK"),
+        (STEP, None, None, "srun started 2 tasks without MPI", "srun --mpi=pmix"),
+        (SHELL_IN_JOB, None, None, "has 2 tasks, but the process was started without", "srun --mpi=pmix"),
+        (MPIRUN, MPICH, None, "Open MPI's mpirun started this process, but mpi4py loads MPICH", "MPI4PY_LIBMPI"),
+        (
+            HYDRA,
+            OPEN_MPI,
+            None,
+            "MPICH's mpirun (PMI) started this process, but mpi4py loads Open MPI",
+            "MPI4PY_LIBMPI",
+        ),
+        (SRUN_PMI2, OPEN_MPI, None, "srun --mpi=pmi2 started", "use `srun --mpi=pmix`"),
+        (SRUN_PMIX, MPICH, None, "srun --mpi=pmix started", "use `srun --mpi=pmi2`"),
+        (MPIRUN, OPEN_MPI, 1, "the launcher started 2 ranks, but MPI sees 1", "of one installation"),
+        (SRUN_PMIX, OPEN_MPI, 1, "the launcher started 2 ranks, but MPI sees 1", "srun --mpi=pmix"),
+    ],
+)
+def test_wrong_surroundings_are_refused_with_the_fix(
+    env: dict[str, str], library: str | None, size: int | None, what: str, fix: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        require(Surroundings(env=env, mpi_library=library, world_size=size))
+    assert what in str(caught.value) and fix in str(caught.value)
+
+
+def test_a_launcher_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    require(Surroundings(env={}))
+    with pytest.raises(UsageError, match=r"mpi4py is not installed; pip install 'dist-infer\[mpi\]'"):
+        require(Surroundings(env=MPIRUN))
+
+
+def test_launcher_of_the_environment() -> None:
+    assert LauncherEnv.read({}) == LauncherEnv(kind="none", rank=0, size=None)
+    assert LauncherEnv.read(MPIRUN) == LauncherEnv(kind="openmpi", rank=1, size=2)
+    assert LauncherEnv.read(HYDRA) == LauncherEnv(kind="pmi", rank=1, size=2)
+    assert LauncherEnv.read(SRUN_PMIX) == LauncherEnv(kind="pmix", rank=1, size=2)
+
+
+def test_check_names_are_unique() -> None:
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,95 @@
+"""Stop signals, in processes of their own: they end processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dist_infer.launch.signals import STOP_SIGNALS, StopSignals
+
+PROGRAM = """
+import os, signal, sys, time
+from dist_infer.launch.signals import StopSignals
+signals = StopSignals("rank 5 (host h)")
+signals.install()
+steps = sys.argv[1].split()
+for step in steps:
+    if step == "ask":
+        print(signals.stop_requested(), flush=True)
+    elif step == "nobody":
+        signals.nobody_asks()
+    else:
+        os.kill(os.getpid(), getattr(signal, step))
+        time.sleep(0.01)
+print("end", flush=True)
+"""
+
+
+def run(steps: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, steps], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", [number.name for number in STOP_SIGNALS])
+def test_the_first_signal_asks_to_stop_the_second_leaves(name: str) -> None:
+    first = run(f"ask {name} ask")
+    assert (first.returncode, first.stdout.split()) == (0, ["False", "True", "end"])
+    assert f"rank 5 (host h) got {name} and drains" in first.stderr
+    second = run(f"ask {name} ask SIGTERM ask")
+    assert (second.returncode, second.stdout.split()) == (1, ["False", "True"])
+    assert "got SIGTERM and leaves at once (the second signal)" in second.stderr
+
+
+@pytest.mark.parametrize("steps", ["SIGTERM", "ask nobody SIGTERM"])
+def test_where_nobody_would_drain_the_first_signal_leaves(steps: str) -> None:
+    done = run(steps)
+    assert done.returncode == 1 and "end" not in done.stdout
+    assert "rank 5 (host h) got SIGTERM and leaves at once\n" in done.stderr
+
+
+def test_close_gives_the_old_handlers_back() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    signals = StopSignals("test")
+    signals.install()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+    signals.close()
+    signals.close()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", '''
+import time
+from dist_infer.launch.signals import die_with_parent
+die_with_parent()
+print("bound", flush=True)
+time.sleep(1000)
+'''], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_a_child_dies_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        watch = os.pidfd_open(child)
+        try:
+            parent.kill()
+            parent.wait()
+            assert _ends(watch, 10.0)
+        finally:
+            os.close(watch)
+
+
+def _ends(pidfd: int, limit_s: float) -> bool:
+    import select
+
+    return bool(select.select([pidfd], [], [], limit_s)[0])
