@@ -14,6 +14,7 @@ import signal
 from types import FrameType
 
 from dist_infer.errors import ExitCode
+from dist_infer.launch.failure import Alarm
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
@@ -30,8 +31,9 @@ class StopSignals:
     as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool).
     """
 
-    def __init__(self, name: str, *, speaks_for_all: bool = False) -> None:
+    def __init__(self, name: str, alarm: Alarm, *, speaks_for_all: bool = False) -> None:
         self._name = name
+        self._alarm = alarm
         self._speaks_for_all = speaks_for_all
         self._stop = False
         self._heeded = False
@@ -67,6 +69,8 @@ class StopSignals:
         self._stop = True
 
     def _say(self, line: bytes) -> None:
+        if self._alarm.record is not None:
+            return  # the cause has been told; this is the launcher, ending what is left
         with contextlib.suppress(OSError):
             os.write(_STDERR, line)
         if self._speaks_for_all:

@@ -217,6 +217,7 @@ class Watchdog:
         self._wake_reporter.set()
         if self._rank == 0:
             self._wait_for(lambda: self._num_read >= self._size, GRACE_S)
+            time.sleep(5 * _LOOK_AFTER_FAILURE_S)  # they go first: a store that vanishes makes them noisy
         else:
             self._wait_for(lambda: self._rank_0_answered, 2 * GRACE_S)
 

@@ -79,7 +79,7 @@ class World:
         self.rank, self.size = self.control.rank, self.control.size
         self.store: Any = None
         name = f"rank {self.rank} (host {self.host}, pid {os.getpid()})"
-        self.signals = StopSignals(name, speaks_for_all=self.rank == 0 and self.size > 1)
+        self.signals = StopSignals(name, self._alarm, speaks_for_all=self.rank == 0 and self.size > 1)
         self.watchdog = self._make_watchdog(None)
 
     @classmethod

@@ -7,12 +7,15 @@ import sys
 
 import pytest
 
+from dist_infer.launch.failure import Alarm
 from dist_infer.launch.signals import STOP_SIGNALS, StopSignals
 
 PROGRAM = """
 import os, signal, sys, time
+from dist_infer.launch.failure import Alarm, death
 from dist_infer.launch.signals import StopSignals
-signals = StopSignals("rank 5 (host h)")
+alarm = Alarm()
+signals = StopSignals("rank 5 (host h)", alarm)
 signals.install()
 steps = sys.argv[1].split()
 for step in steps:
@@ -20,6 +23,8 @@ for step in steps:
         print(signals.stop_requested(), flush=True)
     elif step == "nobody":
         signals.nobody_asks()
+    elif step == "failure":
+        alarm.record = death("gone", rank=1)
     else:
         os.kill(os.getpid(), getattr(signal, step))
         time.sleep(0.01)
@@ -50,9 +55,14 @@ def test_where_nobody_would_drain_the_first_signal_leaves(steps: str) -> None:
     assert "rank 5 (host h) got SIGTERM and leaves at once\n" in done.stderr
 
 
+def test_after_a_failure_the_signal_is_no_news() -> None:
+    done = run("failure SIGTERM")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_close_gives_the_old_handlers_back() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    signals = StopSignals("test")
+    signals = StopSignals("test", Alarm())
     signals.install()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
     signals.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dist_infer.launch import watchdog as module
-from dist_infer.launch.failure import Alarm, death, decode, encode
+from dist_infer.launch.failure import Alarm, FailureRecord, death, decode, encode
 from dist_infer.launch.watchdog import FAILURE_KEY, READ_KEY, Watchdog
 
 
@@ -93,6 +93,12 @@ class Ranks:
         dog.start()
         return dog
 
+    def record(self, rank: int) -> FailureRecord:
+        """What this rank's alarm holds."""
+        found = self.alarms[rank].record
+        assert found is not None
+        return found
+
     def until(self, ready: Callable[[], bool]) -> None:
         """Wait as long as it takes, within reason."""
         for _ in range(1000):
@@ -124,8 +130,7 @@ def test_a_rank_without_a_beat_is_dead_to_all(ranks: Ranks) -> None:
     dogs[2].stop()
     ranks.until(lambda: all(ranks.alarms[rank].record for rank in (0, 1)))
     for rank in (0, 1):
-        record = ranks.alarms[rank].record
-        assert record is not None
+        record = ranks.record(rank)
         assert (record["rank"], record["exit_code"]) == (2, 1)
         assert "no sign of life" in str(record["text"])
     ranks.until(lambda: bool(ranks.shown))
@@ -139,7 +144,7 @@ def test_rank_0_is_judged_by_the_others(ranks: Ranks) -> None:
     time.sleep(0.1)
     dogs[0].stop()
     ranks.until(lambda: ranks.alarms[1].record is not None)
-    assert (ranks.alarms[1].record or {})["rank"] == 0
+    assert ranks.record(1)["rank"] == 0
 
 
 def test_a_long_task_may_be_silent_for_longer(ranks: Ranks) -> None:
@@ -157,7 +162,7 @@ def test_loss_of_the_store_is_loss_of_rank_0(ranks: Ranks) -> None:
     ranks.start(1)
     ranks.store.cut = True
     ranks.until(lambda: bool(ranks.shown))
-    assert (ranks.alarms[1].record or {})["rank"] == 0
+    assert ranks.record(1)["rank"] == 0
     assert "ConnectionError" in ranks.shown[0]
     ranks.until(lambda: ranks.left == [1])
 
@@ -186,7 +191,7 @@ def test_the_first_failure_is_the_one(ranks: Ranks) -> None:
     dogs[0]._publish(death("a consequence", rank=0))
     assert decode(ranks.store.data[FAILURE_KEY])["text"] == "the cause"
     assert ranks.shown == []
-    assert (ranks.alarms[0].record or {})["text"] == "the cause"
+    assert ranks.record(0)["text"] == "the cause"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -196,9 +201,8 @@ def test_no_progress_is_a_failure_of_this_rank(ranks: Ranks, size: int) -> None:
     assert ranks.alarms[0].record is None  # nothing is due before the first step
     dog.step(7)
     ranks.until(lambda: ranks.alarms[0].record is not None)
-    record = ranks.alarms[0].record
-    assert record is not None and (record["rank"], record["where"]) == (0, "step 7")
     ranks.until(lambda: bool(ranks.shown))
+    assert (ranks.record(0)["rank"], ranks.record(0)["where"]) == (0, "step 7")
     assert "no progress for 0.3 s (--step-timeout)" in ranks.shown[0]
     assert ranks.stacks == [0]
 
@@ -225,8 +229,7 @@ def test_units_of_a_long_task_are_progress(ranks: Ranks) -> None:
             dog.progress(f"tensor {unit}")
         assert ranks.alarms[0].record is None
         ranks.until(lambda: ranks.alarms[0].record is not None)
-    record = ranks.alarms[0].record
-    assert record is not None and record["where"] == "tensor 3"
+    assert ranks.record(0)["where"] == "tensor 3"
 
 
 def test_after_the_farewell_nothing_is_a_failure(ranks: Ranks) -> None:
