@@ -1,0 +1,57 @@
+"""The experts that a rank holds, on the tokens that are routed to them.
+
+R rows, K experts a row, E experts held, D model, I intermediate channels held.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.reference.moe_experts import moe_experts as reference_moe_experts
+
+MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (Library(name="torch", function=reference_moe_experts),)
+
+
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    library: Library[MoeExpertsFunction],
+) -> Tensor:
+    """The sum over k of weights[r, k] * down(silu(gate(x[r])) * up(x[r])) of expert expert_ids[r, k].
+
+    An id of -1 is no expert of this rank: nothing is computed for it, and whatever stands in its row or weight, NaN
+    included, shows nowhere. A row without experts gives zeros. Each expert's output is rounded to the dtype of `x`;
+    the sum runs over k upwards in float32 (float64 for float64) and is rounded once.
+
+    Shapes: x [R, D], expert_ids [R, K] int32 or int64, weights [R, K] float32 or float64, w_gate_up [E, 2 * I, D], the
+        gates first, w_down [E, D, I] -> [R, D]; any of R, E, I may be 0.
+    Errors: ValueError for shapes or dtypes that don't fit, and, where the library reads ids, for an id that is neither
+        -1 nor one of the E.
+    Source: Shazeer et al., Outrageously Large Neural Networks (2017).
+    """
+    num_rows, width = x.shape if x.dim() == 2 else (-1, -1)
+    if num_rows < 0 or expert_ids.dim() != 2 or len(expert_ids) != num_rows or weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"moe_experts: x {list(x.shape)}, ids {list(expert_ids.shape)} and weights {list(weights.shape)} are not"
+            " [R, D], [R, K] and [R, K]"
+        )
+    num_experts, inner = w_down.shape[0], w_down.shape[-1]
+    if w_gate_up.shape != (num_experts, 2 * inner, width) or w_down.shape != (num_experts, width, inner):
+        raise ValueError(
+            f"moe_experts: weights {list(w_gate_up.shape)} and {list(w_down.shape)} are not [E, 2 I, {width}] and"
+            f" [E, {width}, I]"
+        )
+    if not x.dtype == w_gate_up.dtype == w_down.dtype:
+        raise ValueError(f"moe_experts: x {x.dtype} meets weights {w_gate_up.dtype} and {w_down.dtype}")
+    if expert_ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"moe_experts: ids {expert_ids.dtype} or weights {weights.dtype} are of another kind")
+    return library.function(x, expert_ids, weights, w_gate_up, w_down)

@@ -1,0 +1,42 @@
+"""Experts in plain torch; the contract stands in kernels/moe_experts.py.
+
+The (row, k) pairs are sorted by expert, so that each expert is one pair of matrix products over its rows. The number of
+rows of each expert is read by the host: a wait on a GPU, nothing on a CPU.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dist_infer.kernels.reference.silu_mul import silu_mul
+
+
+def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """See `dist_infer.kernels.moe_experts.moe_experts`."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    outputs, place = _expert_outputs(x, expert_ids, w_gate_up, w_down)
+    for k in range(expert_ids.shape[1] if len(outputs) else 0):
+        rows = (expert_ids[:, k] >= 0).nonzero().squeeze(1)
+        terms = outputs[place[rows, k]].to(wide) * weights[rows, k, None].to(wide)
+        total.index_add_(0, rows, terms)  # each row once: the order of the sum is that of k
+    return total.to(x.dtype)
+
+
+def _expert_outputs(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    """The unweighted outputs of all routed pairs, and where that of (row, k) stands: [R, K]."""
+    num_experts, top_k = len(w_down), expert_ids.shape[1]
+    flat_ids = expert_ids.flatten().long()
+    order = flat_ids.argsort(stable=True)
+    num_inert, *counts = torch.bincount(flat_ids + 1, minlength=num_experts + 1).tolist()
+    if len(counts) > num_experts:
+        raise ValueError(f"moe_experts: id {len(counts) - 1} is not one of the {num_experts} experts held")
+    outputs = x.new_empty(sum(counts), x.shape[1])
+    pairs_of = torch.split(order[num_inert:], counts)
+    for expert_idx, (pairs, out) in enumerate(zip(pairs_of, torch.split(outputs, counts), strict=True)):
+        if len(pairs):
+            hidden = silu_mul(functional.linear(x[pairs // top_k], w_gate_up[expert_idx]))
+            out.copy_(functional.linear(hidden, w_down[expert_idx]))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(-num_inert, len(order) - num_inert, device=x.device)
+    return outputs, place.view(expert_ids.shape)
