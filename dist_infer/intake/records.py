@@ -12,6 +12,8 @@ from dist_infer.intake.protocol import Endpoint
 
 JsonObject = dict[str, object]
 
+JOB_FAILED = "job_failed"  # the error code of a Failure: a resumed run answers such a request again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -26,6 +28,7 @@ class Answer:
     completion_len: int  # counts the end-of-sequence token
     created: int  # seconds since 1970
     token_ids: tuple[int, ...] | None = None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Refusal:
     line: int
     custom_id: str
     error: RequestError
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class Failure:
     line: int
     custom_id: str
     message: str
+    digest: str = ""
 
 
 Outcome = Answer | Refusal | Failure
@@ -55,10 +60,15 @@ def encode_record(outcome: Outcome, *, model: str) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
+def record_id(line: int, digest: str) -> str:
+    """What a resumed run knows a request by: its line number and the digest of its line, where that is known."""
+    return f"batch_req_{line}_{digest}" if digest else f"batch_req_{line}"
+
+
 def _record(outcome: Outcome, model: str) -> JsonObject:
-    record: JsonObject = {"id": f"batch_req_{outcome.line}", "custom_id": outcome.custom_id}
+    record: JsonObject = {"id": record_id(outcome.line, outcome.digest), "custom_id": outcome.custom_id}
     if isinstance(outcome, Failure):
-        return record | {"response": None, "error": {"code": "job_failed", "message": outcome.message}}
+        return record | {"response": None, "error": {"code": JOB_FAILED, "message": outcome.message}}
     if isinstance(outcome, Refusal):
         response = _response(outcome.line, outcome.error.status, {"error": _error_body(outcome.error)})
     else:
