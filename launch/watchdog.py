@@ -289,7 +289,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         store = self._connection()
-        store.set(_beat_key(self._rank), f"{self._beats_sent + 1} {self._liveness_s}")
+        store.set(_beat_key(self._rank), f"{self._beats_sent + 1}\t{self._liveness_s}\t{self._host}\t{self._where}")
         self._beats_sent += 1
         watched = range(1, self._size) if self._rank == 0 else range(1)
         present = [rank for rank in watched if rank in self._seen_beats or store.check([_beat_key(rank)])]
@@ -299,8 +299,8 @@ class Watchdog:
             last, at = self._seen_beats.get(rank, (b"", now))
             if beat != last:
                 self._seen_beats[rank] = (beat, now)
-            elif now - at > float(beat.split()[1]) and self._report is None and self._alarm.record is None:
-                self._report = death(f"no sign of life for {now - at:.0f} s", rank=rank, stacks=True)
+            elif self._report is None and self._alarm.record is None:
+                self._report = _judge(rank, beat, now - at)
 
     def _exchange_failure(self) -> None:
         store = self._connection()
@@ -357,6 +357,14 @@ def dump_stacks(rank: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         os.write(_STDERR, f"dist-infer: stacks of rank {rank}, pid {os.getpid()}\n".encode())
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+
+def _judge(rank: int, beat: bytes, silent_s: float) -> FailureRecord | None:
+    """The death of a rank whose last beat is too old by its own word."""
+    _, liveness_s, host, where = beat.decode().split("\t", 3)
+    if silent_s <= float(liveness_s):
+        return None
+    return death(f"no sign of life for {silent_s:.0f} s", rank=rank, host=host, where=where, stacks=True)
 
 
 def _beat_key(rank: int) -> str:
