@@ -27,7 +27,7 @@ _ACCUMULATE_DTYPE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-_TAGS = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 2, "broadcast": 3}
+_TAGS = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 2, "broadcast": 3, "all_to_all": 4}
 _TAG_ROUNDS = 64
 
 
@@ -85,6 +85,14 @@ class Collectives(Protocol):
         """
         ...
 
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        """The next `send_sizes[p]` rows of `x` go to rank p; back come `recv_sizes[p]` rows of each, in rank order.
+
+        Shapes: [sum(send_sizes), ...] -> [sum(recv_sizes), ...], any dtype.
+        Errors: ValueError naming the numbers that don't fit.
+        """
+        ...
+
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
     """Adds the parts in their order, from +0.0, in float32 (float64 for float64) and rounds once."""
@@ -122,6 +130,11 @@ class SingleCollectives:
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """See Collectives."""
         _check_broadcast(x, root, size=1)
+        return x
+
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        """See Collectives."""
+        _check_all_to_all(x, send_sizes, recv_sizes, rank=0, size=1)
         return x
 
 
@@ -174,6 +187,17 @@ class TorchCollectives:
         recvs = [received if peer == root else nothing for peer in range(self.size)]
         self._exchange("broadcast", [nothing] * self.size, recvs)
         return received
+
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        """See Collectives."""
+        _check_all_to_all(x, send_sizes, recv_sizes, rank=self.rank, size=self.size)
+        self._check_device("all_to_all", x)
+        sends = torch.split(x, list(send_sizes))
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        recvs = torch.split(out, list(recv_sizes))
+        recvs[self.rank].copy_(sends[self.rank])
+        self._exchange("all_to_all", sends, recvs)
+        return out
 
     def _receive_slices(self, name: str, slices: Sequence[Tensor]) -> list[Tensor]:
         """Slice p of this rank goes to rank p; back come all ranks' slices for this rank, in rank order."""
@@ -258,6 +282,17 @@ def _check_broadcast(x: Tensor, root: int, *, size: int) -> None:
     _check_contiguous("broadcast", x)
     if not 0 <= root < size:
         raise ValueError(f"broadcast: root {root} is not one of {size} ranks")
+
+
+def _check_all_to_all(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, rank: int, size: int) -> None:
+    _check_contiguous("all_to_all", x)
+    _check_rows("all_to_all", x, send_sizes, size)
+    _check_rows("all_to_all", x, recv_sizes, size)
+    if x.shape[0] != sum(send_sizes) or send_sizes[rank] != recv_sizes[rank]:
+        raise ValueError(
+            f"all_to_all: rank {rank} has {x.shape[0]} rows to send as {list(send_sizes)} and receives"
+            f" {list(recv_sizes)}: the sum or its own entry does not fit"
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,56 +5,49 @@ collective of every chunk has one size vector on all ranks. Each rank's rows are
 the larger parts first: a quotient and a remainder a rank tell everything.
 
 A rank may have nothing in a chunk (fewer rows than chunks, or none at all). Not every back-end can send nothing, so
-there it stands in with one row whose result is dropped. Every rank puts 1 for every such rank, from the same untouched
-table: were each to patch only its own entry, their vectors would differ and the collective would never end. The
-stand-in repeats the rank's first row, or, where it has none, is a row of zeros; either way it is routed to no expert.
+there it stands in with one row of zeros that is routed to no expert and whose result is dropped. Every rank puts 1 for
+every such rank, from the same untouched table: were each to patch only its own entry, their vectors would differ and
+the collective would never end.
 
 There are never more chunks than the fullest rank has rows, so no chunk consists of stand-ins only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """How the rows of all ranks are spread over chunks; equal on all ranks.
 
-    Rows a chunk: at most max_tokens + ranks, because every rank rounds up, if it has a row for each chunk of the plan.
+    A chunk has fewer than max_tokens + ranks rows: the limit, and what each rank rounds up or stands in with.
     """
 
     num_chunks: int
-    rank_rows: tuple[int, ...]  # the table that the plan was made from
-    quotients: tuple[int, ...]
+    quotients: tuple[int, ...]  # of each rank's rows by num_chunks
     remainders: tuple[int, ...]
+    _vectors: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def rows(self, rank: int) -> int:
+        """All rows of a rank."""
+        return self.quotients[rank] * self.num_chunks + self.remainders[rank]
 
     def sizes(self, chunk: int) -> tuple[int, ...]:
         """Rows of every rank in a chunk, stand-ins included: the size vector of its collectives."""
-        self._check(chunk)
-        return tuple(
-            [
-                (quotient + 1 if chunk < remainder else quotient) or 1
-                for quotient, remainder in zip(self.quotients, self.remainders, strict=True)
-            ]
-        )
+        vector = self._vectors.get(chunk)
+        if vector is None:
+            self._check(chunk)
+            vector = tuple([(q + (chunk < r)) or 1 for q, r in zip(self.quotients, self.remainders, strict=True)])
+            self._vectors[chunk] = vector
+        return vector
 
     def own(self, rank: int, chunk: int) -> tuple[range, bool]:
-        """The rows of a rank in a chunk, and whether they are a stand-in, whose result is dropped.
-
-        A stand-in is the rank's first row, or an empty range where the rank has no row to repeat.
-        """
+        """The rows of a rank in a chunk; none, and True, where it stands in."""
         self._check(chunk)
         quotient, remainder = self.quotients[rank], self.remainders[rank]
         start = chunk * quotient + min(chunk, remainder)
         stop = start + quotient + (chunk < remainder)
-        if stop > start:
-            return range(start, stop), False
-        return range(min(1, self.rank_rows[rank])), True
-
-    def real_sizes(self, chunk: int) -> tuple[int, ...]:
-        """Rows of every rank in a chunk without stand-ins, for a back-end that can send nothing."""
-        self._check(chunk)
-        return tuple([q + (chunk < r) for q, r in zip(self.quotients, self.remainders, strict=True)])
+        return range(start, stop), stop == start
 
     def _check(self, chunk: int) -> None:
         if not 0 <= chunk < self.num_chunks:
@@ -71,4 +64,4 @@ def plan_chunks(rank_tokens: Sequence[int], max_tokens: int | None) -> ChunkPlan
         raise ValueError(f"plan_chunks: rows {list(rows)} must be >= 0, one a rank, and the limit {max_tokens} >= 1")
     num_chunks = 1 if max_tokens is None else max(1, min(-(-sum(rows) // max_tokens), max(rows)))
     quotients, remainders = zip(*[divmod(count, num_chunks) for count in rows], strict=True)
-    return ChunkPlan(num_chunks, rows, quotients, remainders)
+    return ChunkPlan(num_chunks, quotients, remainders)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
@@ -53,6 +54,12 @@ class FakeCollectives:
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         return reference.broadcast(self._exchange("broadcast", x), root)[self.rank]
+
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        table = self._exchange("all_to_all sizes", torch.tensor(list(send_sizes)))
+        sizes = [row.tolist() for row in table]
+        assert [row[self.rank] for row in sizes] == list(recv_sizes)
+        return reference.all_to_all(self._exchange("all_to_all", x), sizes)[self.rank]
 
     def _exchange(self, name: str, x: Tensor) -> list[Tensor]:
         assert x.is_contiguous()

@@ -31,3 +31,9 @@ def reduce_scatter(inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tenso
 def broadcast(inputs: Sequence[Tensor], root: int) -> list[Tensor]:
     """Every rank gets what rank `root` has."""
     return [inputs[root].clone() for _ in inputs]
+
+
+def all_to_all(inputs: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Rank s sends rank t its next `sizes[s][t]` rows; each gets what is meant for it in rank order."""
+    slices = [torch.split(x, list(row)) for x, row in zip(inputs, sizes, strict=True)]
+    return [torch.cat([slices[source][target] for source in range(len(inputs))]) for target in range(len(inputs))]

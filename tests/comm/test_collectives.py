@@ -246,6 +246,29 @@ def test_broadcast(world: World, group: Collectives, dtype: torch.dtype) -> None
             _assert_same_bits(inputs[world.rank], before)
 
 
+def _size_tables(size: int, turn: int) -> Iterator[list[list[int]]]:
+    """Rows from each rank to each: equal, skewed, one sender, one receiver, nothing."""
+    yield [[5] * size] * size
+    yield [[(3 * source + target + turn) % 4 * 43 for target in range(size)] for source in range(size)]
+    yield [[63 if source == turn % size else 0 for _ in range(size)] for source in range(size)]
+    yield [[129 if target == turn % size else 0 for target in range(size)]] * size
+    yield [[0] * size] * size
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", WIRE_DTYPES, ids=str)
+def test_all_to_all(world: World, group: Collectives, dtype: torch.dtype) -> None:
+    for turn in range(REPEATS):
+        _lag(group, turn)
+        for sizes, row in product(_size_tables(world.size, turn), [(), (3,)]):
+            inputs = [_inputs(1, (sum(rows), *row), dtype, seed=rank + turn)[0] for rank, rows in enumerate(sizes)]
+            before = inputs[world.rank].clone()
+            received = [rows[world.rank] for rows in sizes]
+            result = group.all_to_all(inputs[world.rank], sizes[world.rank], received)
+            _assert_same_bits(result, reference.all_to_all(inputs, sizes)[world.rank])
+            _assert_same_bits(inputs[world.rank], before)
+
+
 BAD_CALLS: dict[str, tuple[Callable[[Collectives], object], str]] = {
     "sum of bool": (lambda g: g.all_reduce(torch.ones(3, dtype=torch.bool)), "all_reduce: bool cannot be summed"),
     "sum of int64": (lambda g: g.all_reduce(torch.ones(3, dtype=torch.int64)), "all_reduce: int64 cannot be summed"),
@@ -275,6 +298,18 @@ BAD_CALLS: dict[str, tuple[Callable[[Collectives], object], str]] = {
     ),
     "gather of a scalar": (lambda g: g.all_gather(torch.tensor(1.0)), "all_gather: .* no rows"),
     "scatter of a scalar": (lambda g: g.reduce_scatter(torch.tensor(1.0)), "reduce_scatter: .* no rows"),
+    "wrong sum of rows sent": (
+        lambda g: g.all_to_all(torch.ones(3), [2] * g.size, [2] * g.size),
+        r"all_to_all: rank \d has 3 rows to send as \[2.*\] and receives \[2.*\]: the sum or its own entry",
+    ),
+    "own rows kept": (
+        lambda g: g.all_to_all(torch.ones(g.size), [1] * g.size, [0] * g.size),
+        r"all_to_all: .* its own entry does not fit",
+    ),
+    "strided all-to-all": (
+        lambda g: g.all_to_all(torch.ones(4 * g.size)[::2], [2] * g.size, [2] * g.size),
+        "all_to_all: .* not contiguous",
+    ),
     "root beyond": (lambda g: g.broadcast(torch.ones(3), g.size), r"broadcast: root \d is not one of \d ranks"),
     "root below": (lambda g: g.broadcast(torch.ones(3), -1), "broadcast: root -1 is not one of"),
 }
@@ -309,11 +344,13 @@ def test_wire_bytes_count_what_this_rank_sends(world: World, group: Collectives)
     group.reduce_scatter(torch.zeros(10 * world.size, dtype=torch.float32))
     group.broadcast(torch.zeros(7, dtype=torch.int64), root=world.size - 1)
     group.all_reduce(torch.zeros(5, dtype=torch.float64))
+    group.all_to_all(torch.zeros(3 * world.size, dtype=torch.float64), [3] * world.size, [3] * world.size)
     assert {name: count - sent[name] for name, count in group.wire_bytes.items()} == {
         "all_gather": others * 60,
         "reduce_scatter": others * 40,
         "broadcast": others * 56 if world.rank == world.size - 1 else 0,
         "all_reduce": others * 40,
+        "all_to_all": others * 24,
     }
 
 
@@ -373,7 +410,7 @@ def test_one_rank_rounds_and_copies_nothing_it_need_not() -> None:
     group = SingleCollectives()
     x = torch.tensor([-0.0, 1.5])
     assert str(group.all_reduce(x)[0].item()) == "0.0" and str(x[0].item()) == "-0.0"
-    assert group.all_gather(x) is x and group.broadcast(x, 0) is x
+    assert group.all_gather(x) is x and group.broadcast(x, 0) is x and group.all_to_all(x, [2], [2]) is x
 
 
 def test_wide_groups_in_one_order() -> None:
