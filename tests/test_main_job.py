@@ -106,14 +106,14 @@ def test_more_ranks_than_query_heads_is_refused_with_numbers(world: World, share
 
 
 def mixed_requests(count: int) -> list[Request]:
-    """Prompts of 1 to 60 tokens, some with a common beginning, greedy and sampled, 1 to 24 tokens each."""
+    """Prompts of 1 to 60 tokens, some with a common beginning, greedy and sampled, 1 to 13 tokens each."""
     requests = []
     for idx in range(count):
         prompt = [(idx * 7 + i * i) % 131 for i in range(1 + (idx * 13) % 60)]
         if idx % 3 == 0:
             prompt = [*range(33), *prompt][:60]
         sampling = SamplingParams(
-            max_tokens=1 + (idx * 5) % 24,
+            max_tokens=1 + (idx * 5) % 13,
             temperature=(0.0, 0.7, 1.3)[idx % 3],
             top_k=(0, 20)[idx % 2],
             top_p=(1.0, 0.9)[idx // 2 % 2],
