@@ -26,6 +26,7 @@ class ChunkPlan:
     num_chunks: int
     quotients: tuple[int, ...]  # of each rank's rows by num_chunks
     remainders: tuple[int, ...]
+    selective: bool = False  # a row goes only to the ranks that hold one of its experts (see comm.expert)
     _vectors: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, rank: int) -> int:
@@ -54,7 +55,7 @@ class ChunkPlan:
             raise ValueError(f"chunk {chunk} is not one of {self.num_chunks}")
 
 
-def plan_chunks(rank_tokens: Sequence[int], max_tokens: int | None) -> ChunkPlan:
+def plan_chunks(rank_tokens: Sequence[int], max_tokens: int | None, *, selective: bool = False) -> ChunkPlan:
     """The plan for a table of rows by rank; a chunk takes about `max_tokens` rows of all ranks together.
 
     Errors: ValueError for an empty table, a negative entry or a limit below 1.
@@ -64,4 +65,4 @@ def plan_chunks(rank_tokens: Sequence[int], max_tokens: int | None) -> ChunkPlan
         raise ValueError(f"plan_chunks: rows {list(rows)} must be >= 0, one a rank, and the limit {max_tokens} >= 1")
     num_chunks = 1 if max_tokens is None else max(1, min(-(-sum(rows) // max_tokens), max(rows)))
     quotients, remainders = zip(*[divmod(count, num_chunks) for count in rows], strict=True)
-    return ChunkPlan(num_chunks, quotients, remainders)
+    return ChunkPlan(num_chunks, quotients, remainders, selective)

@@ -1,0 +1,66 @@
+"""Token rows on their way to the experts. R rows, D model, K experts a row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Experts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The experts of this rank: (x [R, D], ids [R, K], weights [R, K]) -> their part of the sums [R, D]. Ids count the
+experts held here; -1 is another rank's or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows with what the router says about them; ids count all experts of the layer, -1 is none.
+
+    Shapes: x [R, D], ids and weights [R, K].
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def slice(self, rows: range) -> "ExpertRows":
+        """Some consecutive rows."""
+        part = slice(rows.start, rows.stop)
+        return ExpertRows(self.x[part], self.ids[part], self.weights[part])
+
+    def stand_in(self) -> "ExpertRows":
+        """One row of zeros that goes to no expert."""
+        return ExpertRows(
+            self.x.new_zeros(1, self.x.shape[1]),
+            self.ids.new_full((1, self.ids.shape[1]), -1),
+            self.weights.new_zeros(1, self.weights.shape[1]),
+        )
+
+    def pack(self) -> Tensor:
+        """Each row as one string of bytes, so that a collective carries all of it.
+
+        Shapes: -> [R, bytes of a row] uint8.
+        """
+        return torch.cat([part.contiguous().view(torch.uint8) for part in (self.x, self.weights, self.ids)], 1)
+
+    def unpack(self, packed: Tensor) -> "ExpertRows":
+        """Rows that some rank has packed, of the same widths and dtypes as these."""
+        parts = (self.x, self.weights, self.ids)
+        columns = torch.split(packed, [part.shape[1] * part.element_size() for part in parts], 1)
+        # Copies, because bytes can be seen as wider numbers only where such a number may begin.
+        x, weights, ids = (
+            column.clone(memory_format=torch.contiguous_format).view(part.dtype)
+            for column, part in zip(columns, parts, strict=True)
+        )
+        return ExpertRows(x, ids, weights)
+
+    def apply(self, experts: Experts, held: range) -> Tensor:
+        """The part of the experts held on this rank.
+
+        Shapes: -> [R, D], contiguous.
+        """
+        mine = (self.ids >= held.start) & (self.ids < held.stop)
+        return experts(self.x, torch.where(mine, self.ids - held.start, -1), self.weights).contiguous()
