@@ -16,7 +16,7 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.dispatcher import Dispatcher
 from dist_infer.errors import DistInferError, ExitCode, PeerFailedError, worst_exit_code
 from dist_infer.scheduler import Scheduler, batch_digest
-from dist_infer.types import Batch, BatchKind, Int64Array, News, decode_outputs, encode_outputs
+from dist_infer.types import Batch, BatchKind, Float64Array, Int64Array, News, decode_outputs, encode_outputs
 
 
 class SampledTokens(Protocol):
@@ -27,6 +27,9 @@ class SampledTokens(Protocol):
 
     def numpy(self) -> Int64Array:
         """Shapes: [L] of the batch."""
+
+    def scores(self) -> Float64Array | None:
+        """What the batch's `scores` ask for, None if nothing. Shapes: [Q + P, 2 + 2 K]."""
 
 
 class StepRunner(Protocol):
@@ -233,7 +236,7 @@ class Engine:
             if done.batch is None or self._error is not None:
                 continue
             with self._votable():
-                outputs = self._scheduler.commit(done.batch, done.tokens.numpy())
+                outputs = self._scheduler.commit(done.batch, done.tokens.numpy(), done.tokens.scores())
                 if self._dispatcher is not None:
                     self._dispatcher.deliver(outputs)
                 elif self._mesh.tp_rank == 0:

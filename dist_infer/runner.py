@@ -81,14 +81,30 @@ class Runner:
         return StepInputs(paged=paged, **{name: on_device[name] for name in own})
 
     @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of all tokens; the cache holds the step's keys and values afterwards.
+
+        Shapes: -> [T, D].
+        Ranks: collective over tp.
+        """
+        return self.model(inputs, self.kv_cache.layers)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """This rank's logits of some token rows.
+
+        Shapes: hidden [T, D], rows [R] int64 -> [R, V of this rank], R may be 0.
+        Ranks: local.
+        """
+        return self.model.logits(hidden.index_select(0, rows))
+
     def run(self, inputs: StepInputs) -> Tensor:
-        """This rank's logits of the rows that get a next token; the cache holds the step's keys and values afterwards.
+        """This rank's logits of the rows that get a next token: `forward`, then `logits`.
 
         Shapes: -> [L, V of this rank], L may be 0.
         Ranks: collective over tp.
         """
-        hidden = self.model(inputs, self.kv_cache.layers)
-        return self.model.logits(hidden.index_select(0, inputs.logit_rows))
+        return self.logits(self.forward(inputs), inputs.logit_rows)
 
     @torch.inference_mode()
     def remember(self, inputs: StepInputs, token_ids: Tensor) -> None:

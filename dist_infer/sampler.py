@@ -5,14 +5,17 @@ L rows, V ids of this rank's shard, N ranks, K candidates.
 A row goes one of four ways, by its own parameters alone:
     greedy    temperature 0 or top_k 1    each shard's best (value, id)
     noisy     neither top_k nor top_p     each shard's best (value + temperature * noise, id): see kernels/sample
-    top-k     top_k, perhaps top_p        each shard's k largest (value, id), then top-p and noise over the k of all
-    nucleus   top_p without top_k         all logits of the row: only such batches gather them
+    top-k     top_k, perhaps others       each shard's k largest (value, id), then min-p, top-p, noise over the k of all
+    nucleus   top_p or min_p, no top_k    all logits of the row: only such batches gather them
 Greedy, noisy and top-k share one exchange. What is exchanged depends on the batch only, which all ranks of a group
 hold.
 
-Temperature comes first, then top-k, then top-p over what is left. The noise is keyed by seed, position and token id,
-and sums are taken in an order that doesn't depend on the other rows, so a request gets the same tokens for any number
-of ranks, alone or in company.
+The order of the options is that of vLLM: bans of min_tokens, logit_bias, penalties (see logit_edits), temperature,
+min-p (ids at least min_p times as likely as the likeliest), top-k, then top-p over what is left. The noise is keyed by
+seed, position and token id, and sums are taken in an order that doesn't depend on the other rows, so a request gets the
+same tokens for any number of ranks, alone or in company.
+
+Source: vLLM, vllm/v1/sample/sampler.py.
 """
 
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.kernels import sample as sample_op
 from dist_infer.kernels import top_k as top_k_op
 from dist_infer.kernels.dispatch import Library
+from dist_infer.logit_edits import edit_logits
+from dist_infer.token_scores import score_tokens
 from dist_infer.types import Batch
 
 
@@ -36,6 +41,7 @@ class _Rows:
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     keys: Tensor
 
     def __len__(self) -> int:
@@ -76,17 +82,20 @@ class Sampler:
             raise ValueError(f"sampler: a shard {vocab_range} of a vocabulary of {vocab_size}")
         self._tp = tp
         self._vocab_range = vocab_range
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._num_real = max(0, min(vocab_range.stop, vocab_size) - vocab_range.start)
+        self._held = range(vocab_range.start, vocab_range.start + self._num_real)
         self._shard_sizes: list[int] | None = None  # asked for by the first batch that gathers logits
         self._sample_library = sample_library
         self._top_k_library = top_k_library
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: Batch) -> Tensor:
+    def sample(self, logits: Tensor, batch: Batch, input_ids: Tensor | None = None) -> Tensor:
         """The next token of each logit row of the batch.
 
-        Shapes: logits [L, V] -> [L] int64.
+        `input_ids` are the tokens that these rows have as input; only a batch with edits needs them.
+
+        Shapes: logits [L, V], input_ids [L] int64 -> [L] int64.
         Ranks: collective over tp; nothing is exchanged when L is 0.
         Errors: ValueError for logits of another shape.
         """
@@ -95,21 +104,39 @@ class Sampler:
                 f"sampler: {len(batch.logit_rows)} rows of {len(self._vocab_range)} logits are due,"
                 f" not {list(logits.shape)}"
             )
+        if batch.edits is not None:
+            if input_ids is None:
+                raise ValueError("sampler: a batch with edits needs the input tokens of its rows")
+            logits = edit_logits(logits, self._held, batch.edits, input_ids)
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         ways = self._sort_rows(batch, logits.device)
         if len(ways.nucleus) < len(logits):
             self._sample_by_candidates(logits, ways, token_ids)
         if len(ways.nucleus):
             everything = self._gather_logits(ways.nucleus.of(logits))
-            values, ids = top_k_op.top_k(everything, self._vocab_size, library=self._top_k_library)
+            values, ids = top_k_op.top_k(everything, self.vocab_size, library=self._top_k_library)
             token_ids.index_copy_(0, ways.nucleus.rows, self._sample_sorted(values, ids, ways.nucleus))
         return token_ids
 
+    @torch.inference_mode()
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        """Log probabilities of a token a row and of the likeliest ones: see `token_scores.score_tokens`.
+
+        A vocabulary of fewer than `num_top` ids has no more of them.
+
+        Shapes: logits [Q, V], token_ids [Q] -> [Q, 2 + 2 num_top] float64.
+        Ranks: collective over tp.
+        """
+        num_top = min(num_top, self.vocab_size)
+        own = logits[:, : self._num_real]
+        return score_tokens(own, self._held, token_ids, num_top, tp=self._tp, top_k_library=self._top_k_library)
+
     def _sort_rows(self, batch: Batch, device: torch.device) -> _Ways:
         """One copy to the device, whatever ways there are."""
-        limited = (batch.top_k > 0) & (batch.top_k < self._vocab_size)
+        limited = (batch.top_k > 0) & (batch.top_k < self.vocab_size)
         is_greedy = (batch.temperature == 0) | (batch.top_k == 1)
-        ways = np.select([is_greedy, limited, batch.top_p < 1], [0, 2, 3], default=1)
+        min_p = np.zeros_like(batch.temperature) if batch.min_p is None else batch.min_p
+        ways = np.select([is_greedy, limited, (batch.top_p < 1) | (min_p > 0)], [0, 2, 3], default=1)
         order = np.argsort(ways, kind="stable")
         keys = sample_op.row_keys(torch.from_numpy(batch.seeds), torch.from_numpy(batch.draw_positions)).numpy()
         columns = (
@@ -117,14 +144,14 @@ class Sampler:
             batch.temperature[order].view(np.int64),
             batch.top_p[order].view(np.int64),
             batch.top_k[order].astype(np.int64),
+            min_p[order].view(np.int64),
             keys[order],
         )
-        rows, temperature, top_p, top_k, keys_ = torch.from_numpy(np.stack(columns)).to(device).unbind()
+        on_device = torch.from_numpy(np.stack(columns)).to(device)
+        rows, temperature, top_p, top_k, own_min_p, own_keys = on_device.unbind()
         sizes = np.bincount(ways, minlength=4).tolist()
-        parts = (
-            column.split_with_sizes(sizes)
-            for column in (rows, temperature.view(torch.float64), top_p.view(torch.float64), top_k, keys_)
-        )
+        temperature, top_p, own_min_p = (bits.view(torch.float64) for bits in (temperature, top_p, own_min_p))
+        parts = (column.split_with_sizes(sizes) for column in (rows, temperature, top_p, top_k, own_min_p, own_keys))
         greedy, noisy, largest, nucleus = (_Rows(*part) for part in zip(*parts, strict=True))
         return _Ways(greedy, noisy, largest, nucleus, num_candidates=int(batch.top_k[ways == 2].max(initial=0)))
 
@@ -154,9 +181,9 @@ class Sampler:
         Shapes: [L, V], [V].
         """
         if self._num_real == 0:
-            return logits.new_full((len(logits), 1), -torch.inf), torch.tensor([self._vocab_size], device=logits.device)
-        first = self._vocab_range.start
-        return logits[:, : self._num_real], torch.arange(first, first + self._num_real, device=logits.device)
+            return logits.new_full((len(logits), 1), -torch.inf), torch.tensor([self.vocab_size], device=logits.device)
+        ids = torch.arange(self._held.start, self._held.stop, device=logits.device)
+        return logits[:, : self._num_real], ids
 
     def _own_candidates(self, own: Tensor, ids: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
         """The largest logits of the shard, filled up with ones that never win. Shapes: [rows, K], [rows, K]."""
@@ -166,7 +193,7 @@ class Sampler:
         missing = (0, num_candidates - values.shape[1])
         return (
             torch.nn.functional.pad(values, missing, value=-torch.inf),
-            torch.nn.functional.pad(ids[columns], missing, value=self._vocab_size),
+            torch.nn.functional.pad(ids[columns], missing, value=self.vocab_size),
         )
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
@@ -180,16 +207,17 @@ class Sampler:
     def _sample_sorted(self, values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
         """Top-k, top-p and noise over candidates, largest first. Shapes: [rows, K], [rows, K] -> [rows]."""
         values = values.double()
-        kept = nucleus_mask(values, rows.temperature, rows.top_k, rows.top_p)
+        kept = nucleus_mask(values, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
         values = values.masked_fill(~kept, -torch.inf)
         _, chosen = sample_op.sample(values, ids, rows.temperature, rows.keys, library=self._sample_library)
         return chosen
 
 
-def nucleus_mask(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of the sorted values are in: of the first top_k (0: all) the smallest prefix with a probability of top_p.
+def nucleus_mask(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which of the sorted values are in: the smallest prefix with a probability of top_p.
 
-    The first one is always in.
+    The whole are those of the first top_k (0: all) that are at least min_p times as likely as the first one, which is
+    always in.
 
     Shapes: values [L, K] float64, largest first; the others [L] -> [L, K] bool.
     """
@@ -199,12 +227,14 @@ def nucleus_mask(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     first = values[:, :1]
     # The largest ones are 0 by definition: -inf or +inf minus itself would be NaN.
     scaled = torch.where(values == first, 0.0, (values - first) / temperature[:, None])
-    weights = torch.where(columns < counts, scaled.exp(), 0.0)
+    weights = scaled.exp()
+    candidates = (columns < counts) & (weights >= min_p[:, None])
+    weights = torch.where(candidates, weights, 0.0)
     sums = prefix_sums(weights)
     before = torch.nn.functional.pad(sums[:, :-1], (1, 0))
     total = sums.gather(1, counts - 1)
     inside = (before < top_p[:, None] * total) | (top_p[:, None] >= 1) | (columns == 0)
-    return inside & (columns < counts)
+    return inside & candidates
 
 
 def prefix_sums(x: Tensor) -> Tensor:

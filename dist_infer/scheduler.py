@@ -25,7 +25,8 @@ from dist_infer.config import SchedulerConfig
 from dist_infer.errors import RequestError, UsageError
 from dist_infer.pages import BlockPool
 from dist_infer.sequences import Plan, Rows, Sequence, State, ceil_div
-from dist_infer.types import Batch, FinishReason, Int64Array, News, Request, StepOutput
+from dist_infer.step_options import add_options, option_arrays, read_scores
+from dist_infer.types import Batch, FinishReason, Float64Array, Int64Array, News, Request, StepOutput, TokenScore
 
 # An admission leaves a free block to each so many running sequences, so that it isn't preempted at once. On loads that
 # are preempted often, 2 computes 3 to 10 % fewer tokens than no such rule in as many steps; 1 begins to cost steps.
@@ -87,6 +88,8 @@ def batch_digest(batch: Batch) -> int:
         batch.seeds,
         batch.draw_positions,
     ):
+        crc = zlib.crc32(array.data, crc)
+    for array in option_arrays(batch):
         crc = zlib.crc32(array.data, crc)
     return crc
 
@@ -168,6 +171,8 @@ class Scheduler:
         if not plan.seqs:
             return None
         batch = self._rows.fill(plan)
+        if any(seq.has_options for seq in plan.seqs):
+            add_options(batch, plan)
         for seq, end in zip(plan.seqs, plan.ends, strict=True):
             seq.num_scheduled = end
             seq.num_in_flight += 1
@@ -176,10 +181,13 @@ class Scheduler:
         self.counters.steps += 1
         return batch
 
-    def commit(self, batch: Batch, token_ids: Int64Array) -> list[StepOutput]:
+    def commit(self, batch: Batch, token_ids: Int64Array, scores: Float64Array | None = None) -> list[StepOutput]:
         """Take what the oldest batch in flight has sampled; tokens of requests that have ended meanwhile are dropped.
 
-        Shapes: token_ids [L]. Errors: RuntimeError for another batch, ValueError for another number of tokens.
+        `scores` are there if the batch asks for any: a row each of `Batch.scores`, as the sampler gives them.
+
+        Shapes: token_ids [L], scores [Q + P, 2 + 2 K].
+        Errors: RuntimeError for another batch, ValueError for another number of tokens or scores.
         """
         if not self._in_flight or self._in_flight[0].batch is not batch:
             raise RuntimeError("this batch is not the oldest one in flight")
@@ -187,14 +195,20 @@ class Scheduler:
             raise ValueError(f"{len(batch.logit_rows)} tokens are due, the shape given is {token_ids.shape}")
         step = self._in_flight.popleft()
         sampled = dict(zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True))
+        scored = read_scores(batch, step.seqs, token_ids, scores)
         outputs = []
         for idx, (seq, end) in enumerate(zip(step.seqs, step.ends, strict=True)):
             seq.num_in_flight -= 1
             self._register_blocks(seq, end)
+            prompt_scores = scored.of_prompt.get(idx, ())
+            seq.num_scored += len(prompt_scores)
             if idx in sampled:
                 seq.num_unknown -= 1
                 if seq.state is not State.ENDED:
-                    outputs.append(self._append_token(seq, sampled[idx]))
+                    own = scored.of_token.get(idx, ())
+                    outputs.append(self._append_token(seq, sampled[idx], own, prompt_scores))
+            elif prompt_scores and seq.state is not State.ENDED:
+                outputs.append(StepOutput(request_id=seq.request.request_id, token_ids=(), prompt_scores=prompt_scores))
             if seq.state is not State.RUNNING:
                 self._leave(seq)
         return outputs
@@ -268,6 +282,8 @@ class Scheduler:
         """A row and blocks for all tokens of a sequence. The last token's KV is never reused: its logits are due."""
         block_size = self._config.block_size
         num_reusable = (seq.num_known - 1) // block_size if self._config.prefix_cache else 0
+        if seq.num_scored < seq.num_to_score:  # what isn't computed is not scored
+            num_reusable = min(num_reusable, seq.num_scored // block_size)
         cached = self._pool.match(seq.block_hash(idx, block_size) for idx in range(num_reusable))
         num_new = ceil_div(seq.num_known, block_size) - len(cached)
         spare = len(self._running) // _RUNNING_PER_SPARE_BLOCK
@@ -307,11 +323,13 @@ class Scheduler:
                 self._pool.register(seq.blocks[idx], seq.block_hash(idx, block_size))
                 seq.num_registered = idx + 1
 
-    def _append_token(self, seq: Sequence, token_id: int) -> StepOutput:
+    def _append_token(
+        self, seq: Sequence, token_id: int, scores: tuple[TokenScore, ...], prompt_scores: tuple[TokenScore, ...]
+    ) -> StepOutput:
         seq.tokens[seq.num_known] = token_id
         seq.num_known += 1
         reason: FinishReason | None = None
-        if token_id in seq.stop_ids:
+        if token_id in seq.stop_ids and seq.num_known - seq.prompt_len > seq.request.sampling.min_tokens:
             reason = "stop"
         elif seq.num_known == seq.max_len:
             reason = "length"
@@ -320,7 +338,13 @@ class Scheduler:
             seq.state = State.ENDED
             self._running.pop(request_id, None)
             self._preempting.pop(request_id, None)
-        return StepOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
+        return StepOutput(
+            request_id=request_id,
+            token_ids=(token_id,),
+            finish_reason=reason,
+            scores=scores,
+            prompt_scores=prompt_scores,
+        )
 
     def _leave(self, seq: Sequence) -> None:
         """Take row and blocks from a sequence that no longer runs, as soon as none of its steps is in flight."""

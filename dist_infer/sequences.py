@@ -9,7 +9,7 @@ import numpy as np
 
 from dist_infer.config import SchedulerConfig
 from dist_infer.pages import chain_hash
-from dist_infer.types import Batch, BatchKind, Int64Array, Request
+from dist_infer.types import Batch, BatchKind, Int64Array, Request, SamplingParams
 
 _UNKNOWN_TOKEN = -1
 _NO_PAGE = -1
@@ -44,6 +44,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks that the prefix cache has seen
     hashes: list[bytes] = field(default_factory=list)
+    has_options: bool = False  # asks for more than a plain choice of tokens: see step_options
+    prompt_ids_once: Int64Array | None = None  # made at the first use
+    num_scored: int = 0  # prompt positions whose log probabilities have come
 
     @classmethod
     def arrive(cls, request: Request, arrival: int) -> "Sequence":
@@ -60,7 +63,13 @@ class Sequence:
             num_known=prompt_len,
             max_len=max_len,
             stop_ids=frozenset(request.sampling.stop_token_ids),
+            has_options=_has_options(request.sampling),
         )
+
+    @property
+    def num_to_score(self) -> int:
+        """Prompt positions whose log probabilities are asked for: each but the last one scores its next token."""
+        return 0 if self.request.sampling.prompt_logprobs is None else self.prompt_len - 1
 
     @property
     def target(self) -> int:
@@ -74,6 +83,17 @@ class Sequence:
             parent = self.hashes[-1] if self.hashes else b""
             self.hashes.append(chain_hash(parent, self.tokens[start : start + block_size]))
         return self.hashes[idx]
+
+
+def _has_options(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.has_penalties
+        or sampling.min_p
+        or sampling.logit_bias
+        or sampling.min_tokens
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+    )
 
 
 @dataclass(slots=True)

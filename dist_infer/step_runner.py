@@ -5,6 +5,7 @@ What the engine drives. All collectives of a step are inside `launch`; `prepare`
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,9 @@ from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
-from dist_infer.types import Batch, Int64Array
+from dist_infer.types import Batch, Float64Array, Int64Array, ScoreRows
+
+_SCORED_ELEMENTS = 2**23  # logits of a prompt that are scored at a time: 64 MiB of float64 over all shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,18 @@ class PreparedStep:
 
 
 class SampledIds:
-    """Token ids that a step has sampled, copied to the host behind the step's kernels. Shapes: [L]."""
+    """Token ids that a step has sampled, and scores, copied to the host behind the step's kernels.
 
-    def __init__(self, token_ids: Tensor) -> None:
+    Shapes: ids [L], scores [Q + P, 2 + 2 K] float64 (see `types.ScoreRows`).
+    """
+
+    def __init__(self, token_ids: Tensor, scores: Tensor | None = None) -> None:
+        self._on_host = _start_copy(token_ids)
+        self._scores_on_host = None if scores is None else _start_copy(scores)
         self._event: torch.cuda.Event | None = None
-        if token_ids.device.type != "cuda":
-            self._on_host = token_ids
-            return
-        self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-        self._on_host.copy_(token_ids, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        if token_ids.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
     def ready(self) -> bool:
         """The copy has arrived; never waits."""
@@ -44,6 +48,16 @@ class SampledIds:
         """Only once `ready`."""
         ids: Int64Array = self._on_host.numpy()
         return ids
+
+    def scores(self) -> Float64Array | None:
+        """Only once `ready`; None if the step gives none."""
+        return None if self._scores_on_host is None else self._scores_on_host.numpy()
+
+
+def _start_copy(x: Tensor) -> Tensor:
+    if x.device.type != "cuda":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class StepRunner:
@@ -66,7 +80,27 @@ class StepRunner:
 
         Ranks: collective over tp.
         """
-        logits = self._runner.run(step.inputs)
-        token_ids = self._sampler.sample(logits, step.batch)
+        hidden = self._runner.forward(step.inputs)
+        logits = self._runner.logits(hidden, step.inputs.logit_rows)
+        input_ids = None
+        if step.batch.edits is not None:
+            input_ids = step.inputs.token_ids.index_select(0, step.inputs.logit_rows)
+        token_ids = self._sampler.sample(logits, step.batch, input_ids)
         self._runner.remember(step.inputs, token_ids)
-        return SampledIds(token_ids)
+        if step.batch.scores is None:
+            return SampledIds(token_ids)
+        return SampledIds(token_ids, self._score(step.batch.scores, hidden, logits, token_ids))
+
+    def _score(self, wanted: ScoreRows, hidden: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """Prompts are scored a part at a time: the logits of a long one fill more memory than all else.
+
+        Shapes: -> [Q + P, 2 + 2 K].
+        """
+        rows = torch.from_numpy(wanted.logit_rows).to(hidden.device)
+        parts = [self._sampler.score(logits[rows], token_ids[rows], wanted.num_top)]
+        token_rows, next_ids = torch.from_numpy(np.stack([wanted.token_rows, wanted.next_ids])).to(hidden.device)
+        step = max(1, _SCORED_ELEMENTS // self._sampler.vocab_size)  # not of the shard: all ranks take equal parts
+        for first in range(0, len(token_rows), step):
+            own = self._runner.logits(hidden, token_rows[first : first + step])
+            parts.append(self._sampler.score(own, next_ids[first : first + step], wanted.num_top))
+        return torch.cat(parts)

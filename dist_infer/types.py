@@ -6,9 +6,9 @@ needed.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,11 @@ class BatchKind(IntEnum):
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed` is any int64. `stop_token_ids` holds the model's
-    EOS ids too (intake adds them unless the request ignores EOS); a stop token is counted and ends the request with
-    reason "stop".
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is any int64. `stop_token_ids` holds
+    the model's EOS ids too (intake adds them unless the request ignores EOS); a stop token is counted and ends the
+    request with reason "stop". None of them is sampled before `min_tokens` tokens are there. `logprobs` asks for the
+    log probability of each sampled token and of that many of the likeliest ones, `prompt_logprobs` for those of the
+    prompt's tokens but the first. What the options do, and in which order: see sampler.
     """
 
     max_tokens: int = 16
@@ -44,6 +46,19 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), no id twice
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """The tokens so far change the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +101,7 @@ class News:
         """The inverse of `encode`."""
         if data == b"{}":
             return _EMPTY_NEWS
-        fields = json.loads(data)
+        told = json.loads(data)
         admissions = tuple(
             Admission(
                 group=group,
@@ -94,28 +109,66 @@ class News:
                     request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=_sampling_from_list(sampling)
                 ),
             )
-            for group, request_id, prompt_ids, sampling in fields["admissions"]
+            for group, request_id, prompt_ids, sampling in told["admissions"]
         )
-        return cls(admissions=admissions, aborts=tuple(fields["aborts"]), end_of_input=fields["end"])
+        return cls(admissions=admissions, aborts=tuple(told["aborts"]), end_of_input=told["end"])
 
 
 _EMPTY_NEWS = News()
 
 
-def _sampling_to_list(s: SamplingParams) -> list[object]:
-    return [s.max_tokens, s.temperature, s.top_k, s.top_p, s.seed, s.stop_token_ids]
+_SAMPLING_DEFAULTS = SamplingParams()
+_SAMPLING_NAMES = tuple(option.name for option in fields(SamplingParams))
+_NUM_ALWAYS_SENT = 6  # leading fields of every request; of the others only those that differ from their defaults
 
 
-def _sampling_from_list(values: Sequence[object]) -> SamplingParams:
-    max_tokens, temperature, top_k, top_p, seed, stop_token_ids = values
-    return SamplingParams(
-        max_tokens=max_tokens,  # type: ignore[arg-type]
-        temperature=temperature,  # type: ignore[arg-type]
-        top_k=top_k,  # type: ignore[arg-type]
-        top_p=top_p,  # type: ignore[arg-type]
-        seed=seed,  # type: ignore[arg-type]
-        stop_token_ids=tuple(stop_token_ids),  # type: ignore[arg-type]
-    )
+def _sampling_to_list(sampling: SamplingParams) -> list[object]:
+    values = [getattr(sampling, name) for name in _SAMPLING_NAMES]
+    defaults = [getattr(_SAMPLING_DEFAULTS, name) for name in _SAMPLING_NAMES]
+    rare = zip(_SAMPLING_NAMES, values, defaults, strict=True)
+    more = {name: value for name, value, default in list(rare)[_NUM_ALWAYS_SENT:] if value != default}
+    return [*values[:_NUM_ALWAYS_SENT], *([more] if more else [])]
+
+
+def _sampling_from_list(values: Sequence[Any]) -> SamplingParams:
+    named = dict(zip(_SAMPLING_NAMES, values[:_NUM_ALWAYS_SENT], strict=False))
+    for more in values[_NUM_ALWAYS_SENT:]:
+        named |= more
+    named["stop_token_ids"] = tuple(named["stop_token_ids"])
+    named["logit_bias"] = tuple((token_id, bias) for token_id, bias in named.get("logit_bias", ()))
+    return SamplingParams(**named)
+
+
+@dataclass(slots=True, kw_only=True)
+class LogitEdits:
+    """What changes logits before a token is chosen. R rows with penalties, E single ids, H tokens so far.
+
+    Rows count the batch's logit rows. A ban is a bias of -inf.
+    """
+
+    bias_rows: Int64Array  # [E]
+    bias_ids: Int64Array  # [E]
+    biases: Float64Array  # [E]
+    penalty_rows: Int64Array  # [R]
+    repetition: Float64Array  # [R] 1: off
+    frequency: Float64Array  # [R] 0: off
+    presence: Float64Array  # [R] 0: off
+    token_owners: Int64Array  # [H] whose token it is: an index of penalty_rows
+    token_ids: Int64Array  # [H] -1: the input token of the row, which the step in flight samples
+    token_counts: Int64Array  # [H] 1: generated; 0: in the prompt, which counts for repetition only
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreRows:
+    """Whose log probabilities a step gives. Q sampled tokens, P tokens of prompts."""
+
+    logit_rows: Int64Array  # [Q] rows among the batch's logit rows
+    token_rows: Int64Array  # [P] token rows of the batch
+    next_ids: Int64Array  # [P] the prompt's token after each of them
+    num_top: int  # likeliest tokens for each, the most that any request asks for
+
+    def __len__(self) -> int:
+        return len(self.logit_rows) + len(self.token_rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,6 +199,9 @@ class Batch:
     top_p: Float64Array  # [L]
     seeds: Int64Array  # [L]
     draw_positions: Int64Array  # [L] position that the sampled token will have; keys the noise together with the seed
+    min_p: Float64Array | None = None  # [L] 0: off; None: off in all rows
+    edits: LogitEdits | None = None  # None: no request of the step asks for any
+    scores: ScoreRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -180,23 +236,70 @@ class Batch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """How likely a token was by the model's own logits, before any option of sampling.
+
+    `rank` counts from 1, the likeliest; `top` are the likeliest ids with their log probabilities. All are finite: what
+    is impossible has -9999.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step gave one request: its new token ids and, when it ended, why."""
+    """What a step gave one request: its new token ids and, when it ended, why.
+
+    `scores` has one entry for each token if the request asks for logprobs; `prompt_scores` are those of the prompt's
+    tokens from the second one on, in order, a part with each step that computes some.
+    """
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 def encode_outputs(outputs: Sequence[StepOutput]) -> bytes:
     """What a group's root sends rank 0 for a step: UTF-8 JSON, also for no outputs."""
-    return json.dumps([[o.request_id, o.token_ids, o.finish_reason] for o in outputs]).encode()
+    return json.dumps([_output_to_list(output) for output in outputs], allow_nan=False).encode()
 
 
 def decode_outputs(data: bytes) -> list[StepOutput]:
     """The inverse of `encode_outputs`."""
     return [
-        StepOutput(request_id=request_id, token_ids=tuple(token_ids), finish_reason=reason)
-        for request_id, token_ids, reason in json.loads(data)
+        StepOutput(
+            request_id=request_id,
+            token_ids=tuple(token_ids),
+            finish_reason=reason,
+            scores=_scores_from_lists(scores[0]) if scores else (),
+            prompt_scores=_scores_from_lists(scores[1]) if scores else (),
+        )
+        for request_id, token_ids, reason, *scores in json.loads(data)
     ]
+
+
+def _output_to_list(output: StepOutput) -> list[object]:
+    values: list[object] = [output.request_id, output.token_ids, output.finish_reason]
+    if output.scores or output.prompt_scores:
+        values += [_scores_to_lists(output.scores), _scores_to_lists(output.prompt_scores)]
+    return values
+
+
+def _scores_to_lists(scores: Sequence[TokenScore]) -> list[object]:
+    return [[score.token_id, score.logprob, score.rank, score.top] for score in scores]
+
+
+def _scores_from_lists(values: Sequence[Any]) -> tuple[TokenScore, ...]:
+    return tuple(
+        TokenScore(token_id, logprob, rank, tuple((top_id, top) for top_id, top in tops))
+        for token_id, logprob, rank, tops in values
+    )

@@ -38,7 +38,7 @@ def alone(request: Request, vocab_size: int) -> tuple[list[int], FinishReason]:
     while True:
         output.append(token_of(prefix, vocab_size))
         prefix = extend_hash(prefix, output[-1])
-        if output[-1] in request.sampling.stop_token_ids:
+        if output[-1] in request.sampling.stop_token_ids and len(output) > request.sampling.min_tokens:
             return output, "stop"
         if len(output) == request.sampling.max_tokens:
             return output, "length"

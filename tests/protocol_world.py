@@ -207,6 +207,9 @@ class Tokens:
         self.runner.world.fault("collect", self.runner.rank)
         return self.ids
 
+    def scores(self) -> None:
+        return None
+
 
 class FakeRunner:
     """Two collectives a step whose sizes come from the decision; token ids that depend on request and position only."""

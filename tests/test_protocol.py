@@ -170,8 +170,8 @@ def test_eos_at_once() -> None:
     """Rule 10: at depth 1 the token after the end is dropped; rank 0 takes none even from a scheduler that gives it."""
 
     class Naive(Scheduler):
-        def commit(self, batch: Batch, token_ids: Int64Array) -> list[StepOutput]:
-            outputs = super().commit(batch, token_ids)
+        def commit(self, batch: Batch, token_ids: Int64Array, scores: Any = None) -> list[StepOutput]:
+            outputs = super().commit(batch, token_ids, scores)
             told = {output.request_id for output in outputs}
             for seq, token_id in zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True):
                 request_id = int(batch.request_ids[seq])

@@ -134,6 +134,8 @@ def test_every_split_gives_the_same_tokens_over_the_wire(world: World) -> None:
         held = split_range(97, world.size, world.rank)
         own = Sampler(tp, held, 97).sample(logits[:, held.start : held.stop].contiguous(), batch)
         assert own.tolist() == whole(97).sample(logits, batch).tolist()
+        scores = Sampler(tp, held, 97).score(logits[:, held.start : held.stop].contiguous(), own, repeat)
+        assert (scores - whole(97).score(logits, own, repeat)).abs().max() < 1e-12
 
 
 def test_company_and_order_do_not_matter() -> None:
@@ -274,7 +276,7 @@ def test_the_nucleus_is_the_smallest_prefix_that_is_enough() -> None:
     values = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log().repeat(6, 1)
     top_p = torch.tensor([0.0, 0.4 - 1e-9, 0.4 + 1e-9, 0.89, 1.0, 0.7], dtype=torch.float64)
     top_k = torch.tensor([0, 0, 0, 0, 9, 2])
-    kept = nucleus_mask(values, torch.ones(6, dtype=torch.float64), top_k, top_p)
+    kept = nucleus_mask(values, torch.ones(6, dtype=torch.float64), top_k, top_p, torch.zeros(6, dtype=torch.float64))
     assert kept.sum(1).tolist() == [1, 1, 2, 3, 4, 2]
     assert bool((kept.long().diff(dim=1) <= 0).all())
 

@@ -1,5 +1,7 @@
 """Forward and sampling as one step."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.sampler import Sampler
 from dist_infer.step_runner import SampledIds, StepRunner
-from dist_infer.types import Batch, BatchKind
+from dist_infer.types import Batch, BatchKind, LogitEdits, ScoreRows
+from tests.batches import Part, make_batch
 from tests.devices import DEVICES
 
 DECISION = Decision(
@@ -26,20 +29,29 @@ DECISION = Decision(
 )
 
 
-class FixedRunner:
-    """Gives the same logits for every batch and keeps what it is told to remember."""
+@dataclass
+class Inputs:
+    token_ids: torch.Tensor
+    logit_rows: torch.Tensor
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+
+class FixedRunner:
+    """A model whose logits are its hidden states, the same for every batch; keeps what it is told to remember."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
         self.remembered: list[list[int]] = []
 
-    def prepare(self, batch: Batch) -> str:
-        return f"{batch.num_tokens} tokens"
+    def prepare(self, batch: Batch) -> Inputs:
+        return Inputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows))
 
-    def run(self, inputs: str) -> torch.Tensor:
-        return self.logits
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        return self.hidden
 
-    def remember(self, inputs: str, token_ids: torch.Tensor) -> None:
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return hidden.index_select(0, rows)
+
+    def remember(self, inputs: Inputs, token_ids: torch.Tensor) -> None:
         self.remembered.append(token_ids.tolist())
 
 
@@ -52,6 +64,52 @@ def test_a_step_samples_from_the_logits_and_remembers_the_token() -> None:
     assert tokens.ready()
     assert tokens.numpy().tolist() == [1]
     assert runner.remembered == [[1]]
+    assert tokens.scores() is None
+
+
+def test_scores_of_the_token_and_of_a_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist_infer.step_runner._SCORED_ELEMENTS", 7)  # two rows of three at a time
+    hidden = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step_runner = StepRunner(FixedRunner(hidden), Sampler(SingleCollectives(), range(3), 3))  # type: ignore[arg-type]
+    batch = replace(
+        make_batch([Part(token_ids=[2, 1, 0, 2, 1, 1], start=0, pages=[0])], block_size=16),
+        scores=ScoreRows(
+            logit_rows=np.array([0]),
+            token_rows=np.arange(5),
+            next_ids=np.array([1, 0, 2, 1, 1]),
+            num_top=2,
+        ),
+    )
+    tokens = step_runner.launch(step_runner.prepare(batch), DECISION)
+    scores = tokens.scores()
+    assert scores is not None and scores.shape == (6, 6)
+    logprobs = torch.log_softmax(hidden, 1)[[5, 0, 1, 2, 3, 4]]
+    ids = torch.tensor([*tokens.numpy().tolist(), 1, 0, 2, 1, 1])
+    assert torch.allclose(torch.from_numpy(scores[:, 0]), logprobs.gather(1, ids[:, None])[:, 0], atol=1e-12)
+    order = logprobs.argsort(1, descending=True)
+    assert scores[:, 2:4].tolist() == order[:, :2].tolist()
+    assert scores[:, 1].tolist() == (1 + (order == ids[:, None]).int().argmax(1)).tolist()
+    assert torch.allclose(torch.from_numpy(scores[:, 4:]), logprobs.gather(1, order[:, :2]), atol=1e-12)
+
+
+def test_penalties_see_the_input_token_that_the_host_does_not_know() -> None:
+    runner = FixedRunner(torch.tensor([[0.0, 3.0, 2.0]]))
+    step_runner = StepRunner(runner, Sampler(SingleCollectives(), range(3), 3))  # type: ignore[arg-type]
+    none, one, first = np.zeros(0, np.int64), np.ones(1), np.zeros(1, np.int64)
+    edits = LogitEdits(
+        bias_rows=none,
+        bias_ids=none,
+        biases=np.zeros(0),
+        penalty_rows=first,
+        repetition=one,
+        frequency=one * 0,
+        presence=one * 1.5,
+        token_owners=first,
+        token_ids=np.array([-1]),
+        token_counts=np.ones(1, np.int64),
+    )
+    batch = replace(make_batch([Part(token_ids=[1], start=4, pages=[0])], block_size=16), edits=edits)
+    assert step_runner.launch(step_runner.prepare(batch), DECISION).numpy().tolist() == [2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
