@@ -94,6 +94,7 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "projection"] = "none"  # RMSNorm of queries and keys: each head, or all as one
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
+    num_mtp_layers: int = 0  # layers behind the last one that a checkpoint may hold and that are not used
     dtype: DType = "float32"  # the checkpoint's own
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

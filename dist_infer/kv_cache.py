@@ -1,8 +1,8 @@
-"""The paged KV cache of one rank. K KV heads of this rank, H head dim.
+"""The paged KV cache of one rank. K KV heads of this rank, H head dim, L latent and R rotated channels.
 
-A page id names `block_size` consecutive flat slots in every cache of the rank: keys and values of each layer today,
-so a page costs `block_bytes` in all. The ids are logical and come from the scheduler; nothing here knows who owns a
-page.
+A page id names `block_size` consecutive flat slots in every cache of the rank: keys and values of each layer, or with
+latent attention one row of latent and rotated key, which all ranks of a group hold alike. So a page costs `block_bytes`
+in all. The ids are logical and come from the scheduler; nothing here knows who owns a page.
 """
 
 from math import prod
@@ -14,12 +14,13 @@ from dist_infer.comm.mesh import HeadShard
 from dist_infer.config import ModelConfig
 from dist_infer.errors import UsageError
 from dist_infer.layers.attention import KVLayer
+from dist_infer.layers.mla import LatentLayer
 
 
 class KVCache:
-    """Keys and values of all layers by flat slot, zero at first.
+    """What all layers cache by flat slot, zero at first.
 
-    Shapes: each of `layers` holds k and v [num_blocks * block_size, K, H].
+    Shapes: each of `layers` holds k and v [num_blocks * block_size, K, H], or latent [num_blocks * block_size, L + R].
     Errors: UsageError when the device has no room for them.
     """
 
@@ -35,11 +36,15 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_bytes = num_blocks * block_bytes(config, shard, block_size, dtype)
-        shape = (num_blocks * block_size, len(shard.kv_heads), config.head_dim)
+        shape = (num_blocks * block_size, *_slot_shape(config, shard))
+        self.layers: tuple[KVLayer, ...] | tuple[LatentLayer, ...]
         try:
-            self.layers = tuple(
-                KVLayer(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_layers)
-            )
+            if config.mla is None:
+                self.layers = tuple(
+                    KVLayer(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_layers)
+                )
+            else:
+                self.layers = tuple(LatentLayer(_zeros(shape, dtype, device)) for _ in range(config.num_layers))
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise UsageError(
                 f"the KV cache of {num_blocks} blocks takes {self.num_bytes / 2**20:.0f} MiB, more than {device} has"
@@ -56,7 +61,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def block_bytes(config: ModelConfig, shard: HeadShard, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page on this rank, over all layers."""
-    return 2 * config.num_layers * block_size * len(shard.kv_heads) * config.head_dim * dtype.itemsize
+    num_tensors = 2 if config.mla is None else 1
+    return num_tensors * config.num_layers * block_size * prod(_slot_shape(config, shard)) * dtype.itemsize
+
+
+def _slot_shape(config: ModelConfig, shard: HeadShard) -> tuple[int, ...]:
+    """Of one token in one tensor of a layer."""
+    if config.mla is not None:
+        return (config.mla.latent_dim,)
+    return (len(shard.kv_heads), config.head_dim)
 
 
 def num_blocks_for(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
-from dist_infer.layers.attention import KVLayer
 from dist_infer.layers.step_inputs import StepInputs
+from dist_infer.models.decoder import LayerCache
 from dist_infer.types import Batch, Int64Array
 
 _TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
@@ -25,7 +25,7 @@ _TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int6
 class Model(Protocol):
     """What the runner asks of a model."""
 
-    def __call__(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> Tensor:
+    def __call__(self, inputs: StepInputs, kv: Sequence[LayerCache]) -> Tensor:
         """Hidden states [T, D]."""
         ...
 
@@ -77,8 +77,14 @@ class Runner:
             host_query_start=batch.query_start,
             host_kv_lens=batch.kv_lens,
         )
-        own = ("token_ids", "positions", "slots", "logit_rows", "logit_state_rows")
-        return StepInputs(paged=paged, **{name: on_device[name] for name in own})
+        return StepInputs(
+            paged=paged,
+            token_ids=on_device["token_ids"],
+            positions=on_device["positions"],
+            slots=on_device["slots"],
+            logit_rows=on_device["logit_rows"],
+            logit_state_rows=on_device["logit_state_rows"],
+        )
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:

@@ -19,8 +19,9 @@ from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.errors import UsageError
 from dist_infer.kv_cache import num_blocks_for
+from dist_infer.layers.moe import check_experts
 from dist_infer.memory import free_bytes
-from dist_infer.models.llama import Llama
+from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class ShardPlan:
 class Shard:
     """A filled model and its size. Units: bytes."""
 
-    model: Llama
+    model: Decoder
     parameter_bytes: int  # on this rank
     model_bytes: int  # of the whole model in this dtype
 
@@ -56,18 +57,35 @@ def plan_shard(folder: ModelFolder, mesh: Mesh, *, dtype: str, device: torch.dev
     if dtype == "auto":
         dtype = config.dtype if device.type == "cuda" else "float32"
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
+    if config.moe is not None:
+        check_experts(config.moe, mesh)
     return ShardPlan(folder=folder, config=config, mesh=mesh, heads=heads, dtype=getattr(torch, dtype), device=device)
 
 
 def load_shard(
-    plan: ShardPlan, tp: Collectives, *, dummy_seed: int | None = None, on_tensor: Callable[[str], None]
+    plan: ShardPlan,
+    tp: Collectives,
+    *,
+    world: Collectives | None = None,
+    max_moe_tokens: int | None = None,
+    dummy_seed: int | None = None,
+    on_tensor: Callable[[str], None],
 ) -> Shard:
     """Build this rank's model and fill it from the folder, or with random weights of `dummy_seed`.
+
+    `world` are all ranks, which experts are dealt to; None: the group is the world. `max_moe_tokens`: see build_model.
 
     Errors: UsageError, CheckpointError naming file and tensor.
     """
     model = build_model(
-        plan.config, tp=tp, dtype=plan.dtype, device=plan.device, on_choice=lambda line: _log.debug("%s", line)
+        plan.config,
+        tp=tp,
+        dtype=plan.dtype,
+        device=plan.device,
+        mesh=plan.mesh,
+        world=world,
+        max_moe_tokens=max_moe_tokens,
+        on_choice=lambda line: _log.debug("%s", line),
     )
     slots = list(model.weight_slots())
     source: TensorSource = SafetensorsSource(plan.folder.path) if dummy_seed is None else DummySource(slots, dummy_seed)

@@ -13,7 +13,7 @@ from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
-from dist_infer.types import Batch, Float64Array, Int64Array, ScoreRows
+from dist_infer.types import Batch, BatchKind, Float64Array, Int64Array, ScoreRows
 
 _SCORED_ELEMENTS = 2**23  # logits of a prompt that are scored at a time: 64 MiB of float64 over all shards
 
@@ -76,11 +76,13 @@ class StepRunner:
         return PreparedStep(batch, self._runner.prepare(batch))
 
     def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
-        """Forward and sampling. `decision` holds the sizes that all ranks agreed on; a dense model needs none of them.
+        """Forward and sampling. `decision` holds the sizes that all ranks agreed on, which experts need.
 
-        Ranks: collective over tp.
+        Ranks: collective over tp, and over the world where there are experts.
         """
-        hidden = self._runner.forward(step.inputs)
+        prefills = decision.kind in (BatchKind.PREFILL, BatchKind.EXTEND)
+        inputs = step.inputs.agreed(decision.rank_tokens, eager_prefill=prefills and decision.graph_bucket == EAGER)
+        hidden = self._runner.forward(inputs)
         logits = self._runner.logits(hidden, step.inputs.logit_rows)
         input_ids = None
         if step.batch.edits is not None:

@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys, fused with the write into the KV cache.
 
-T tokens, N query heads, K KV heads, H head dim, C slots of the cache.
+T tokens, N query heads, K KV heads, H head dim, R rotated channels, C slots of the cache.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.reference.rotary import rotary as reference_rotary
 
-RotaryFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+RotaryFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
 LIBRARIES: tuple[Library[RotaryFunction], ...] = (Library(name="torch", function=reference_rotary),)
 
@@ -25,15 +25,17 @@ def rotary(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    interleaved: bool = False,
     library: Library[RotaryFunction],
 ) -> Tensor:
     """The rotated queries; rotated keys and plain values go to `slots` of the caches, slot -1 nowhere.
 
-    Halves are paired, a = x[i] with b = x[i + H / 2]: (a, b) -> (a cos - b sin, b cos + a sin), computed in float32
-    (float64 for float64) and rounded once.
+    The first R channels of a head turn, the others stay as they are. Halves are paired, a = x[i] with b = x[i + R / 2],
+    or neighbours when `interleaved`, x[2 i] with x[2 i + 1]: (a, b) -> (a cos - b sin, b cos + a sin), computed in
+    float32 (float64 for float64) and rounded once.
 
-    Shapes: qkv [T, N + 2 * K, H] (queries, keys, values), cos and sin [T, H / 2] float32 (float64 for float64), slots
-        [T] int64, caches [C, K, H] -> [T, N, H].
+    Shapes: qkv [T, N + 2 * K, H] (queries, keys, values), cos and sin [T, R / 2] float32 (float64 for float64), R <= H,
+        slots [T] int64, caches [C, K, H] -> [T, N, H].
     Errors: ValueError for shapes or dtypes that don't fit. A slot outside the cache is the caller's fault and not
         looked for.
     Source: Su et al., RoFormer (2021); the halves as in GPT-NeoX.
@@ -45,8 +47,8 @@ def rotary(
         and k_cache.dim() == 3
         and k_cache.shape[2] == head_dim
         and 2 * k_cache.shape[1] < num_heads
-        and cos.shape == sin.shape == (num_tokens, head_dim // 2)
-        and head_dim % 2 == 0
+        and cos.shape == sin.shape == (num_tokens, cos.shape[-1])
+        and 0 < 2 * cos.shape[-1] <= head_dim
         and slots.shape == (num_tokens,)
     )
     if not fits:
@@ -55,4 +57,4 @@ def rotary(
     if not (qkv.dtype == k_cache.dtype == v_cache.dtype and cos.dtype == sin.dtype == angle_dtype):
         dtypes = ", ".join(str(x.dtype) for x in (qkv, cos, sin, k_cache, v_cache))
         raise ValueError(f"rotary: dtypes of qkv, cos, sin, k_cache, v_cache don't fit: {dtypes}")
-    return library.function(qkv, cos, sin, slots, k_cache, v_cache)
+    return library.function(qkv, cos, sin, slots, k_cache, v_cache, interleaved)

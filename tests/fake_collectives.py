@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
-from dist_infer.comm.mesh import split_sizes
+from dist_infer.comm.mesh import Mesh, split_sizes
 from dist_infer.comm.reference import collectives as reference
 
 T = TypeVar("T")
@@ -80,6 +80,31 @@ def run_group(size: int, main: Callable[[Collectives], T]) -> list[T]:
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
+
+
+def run_mesh(
+    world: int, main: Callable[[Mesh, Collectives, Collectives], T], *, dp: int = 1, ep: int | None = None
+) -> list[T]:
+    """main(mesh, world, tp) on a thread a rank; the values by rank, or the first rank's own error."""
+    meshes = [Mesh.create(world=world, rank=rank, dp=dp, ep=ep) for rank in range(world)]
+    world_table, tp_tables = _Table(world), [_Table(meshes[0].tp) for _ in range(dp)]
+
+    def run(mesh: Mesh) -> T:
+        try:
+            tp = FakeCollectives(tp_tables[mesh.dp_rank], mesh.tp_rank, mesh.tp)
+            return main(mesh, FakeCollectives(world_table, mesh.rank, world), tp)
+        except BaseException:
+            for table in (world_table, *tp_tables):
+                table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        futures = [pool.submit(run, mesh) for mesh in meshes]
         errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
         if not isinstance(error, BrokenBarrierError):

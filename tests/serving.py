@@ -132,14 +132,23 @@ def load(
     dp: int | None = None,
     dtype: str = "float64",
     seed: int | None = None,
+    ep: int | None = None,
+    max_moe_tokens: int | None = None,
 ) -> Served:
     """Load a model folder in one layout. Ranks: collective over the world."""
-    mesh = Mesh.create(world=world.size, rank=world.rank, tp=tp, dp=dp)
+    mesh = Mesh.create(world=world.size, rank=world.rank, tp=tp, dp=dp, ep=ep)
     model_folder = open_model_folder(folder, weights=seed is None)
     plan = plan_shard(model_folder, mesh, dtype=dtype, device=world.device)
-    collectives = world.communicators(mesh).tp
-    shard = load_shard(plan, collectives, dummy_seed=seed, on_tensor=world.watchdog.progress)
-    return Served(world, plan, shard, collectives)
+    collectives = world.communicators(mesh)
+    shard = load_shard(
+        plan,
+        collectives.tp,
+        world=collectives.world,
+        max_moe_tokens=max_moe_tokens,
+        dummy_seed=seed,
+        on_tensor=world.watchdog.progress,
+    )
+    return Served(world, plan, shard, collectives.tp)
 
 
 def make_config(**changes: Any) -> SchedulerConfig:

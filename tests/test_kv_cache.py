@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dist_infer.comm.mesh import split_heads
-from dist_infer.config import ModelConfig, RopeConfig
+from dist_infer.config import MlaConfig, ModelConfig, RopeConfig
 from dist_infer.errors import UsageError
 from dist_infer.kv_cache import KVCache, block_bytes, num_blocks_for
 
@@ -32,11 +32,23 @@ def test_bytes_are_what_is_allocated(dtype: torch.dtype, tp_size: int, tp_rank: 
     shard = split_heads(CONFIG.num_heads, CONFIG.num_kv_heads, tp_size, tp_rank)
     cache = KVCache(CONFIG, shard, 7, 4, dtype, CPU)
     assert len(cache.layers) == 5
-    tensors = [tensor for layer in cache.layers for tensor in (layer.k, layer.v)]
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors]
     assert all(tensor.shape == (28, num_kv_heads, 16) and tensor.dtype == dtype for tensor in tensors)
     assert not any(bool(tensor.any()) for tensor in tensors)
     assert len({tensor.data_ptr() for tensor in tensors}) == 10
     assert cache.num_bytes == sum(tensor.nbytes for tensor in tensors) == 7 * block_bytes(CONFIG, shard, 4, dtype)
+
+
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 1), (4, 3)])
+def test_latents_are_held_whole_by_every_rank(tp_size: int, tp_rank: int) -> None:
+    mla = MlaConfig(q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    config = dataclasses.replace(CONFIG, num_heads=4, num_kv_heads=4, head_dim=24, mla=mla)
+    shard = split_heads(4, 4, tp_size, tp_rank)
+    cache = KVCache(config, shard, 7, 4, torch.float32, CPU)
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors]
+    assert [tensor.shape for tensor in tensors] == [(28, 32)] * 5
+    assert block_bytes(config, shard, 4, torch.float32) == 5 * 4 * 32 * 4
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in tensors) == 7 * 5 * 4 * 32 * 4
 
 
 def test_blocks_for_memory() -> None:

@@ -112,13 +112,13 @@ def test_no_logits_wanted_gives_no_rows(runner: Runner) -> None:
 
 def test_dummy_runs_and_touches_no_page(runner: Runner) -> None:
     """Rule 6: what a group without tokens runs. It also leaves all state rows as they are."""
-    before = [tensor.clone() for layer in runner.kv_cache.layers for tensor in (layer.k, layer.v)]
+    before = [tensor.clone() for layer in runner.kv_cache.layers for tensor in layer.tensors]
     inputs = runner.prepare(Batch.dummy())
     logits = runner.run(inputs)
     assert logits.shape == (1, 131)
     assert bool(logits.isfinite().all())
     runner.remember(inputs, torch.tensor([99]))
-    after = [tensor for layer in runner.kv_cache.layers for tensor in (layer.k, layer.v)]
+    after = [tensor for layer in runner.kv_cache.layers for tensor in layer.tensors]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     assert runner.prepare(unknown(0, 1, 2, 3)).token_ids.tolist() == [0, 0, 0, 0]
 

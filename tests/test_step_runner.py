@@ -33,6 +33,10 @@ DECISION = Decision(
 class Inputs:
     token_ids: torch.Tensor
     logit_rows: torch.Tensor
+    told: tuple[object, ...] = ()
+
+    def agreed(self, rank_tokens: tuple[int, ...], *, eager_prefill: bool) -> "Inputs":
+        return replace(self, told=(rank_tokens, eager_prefill))
 
 
 class FixedRunner:
@@ -41,11 +45,13 @@ class FixedRunner:
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
         self.remembered: list[list[int]] = []
+        self.told: list[tuple[object, ...]] = []
 
     def prepare(self, batch: Batch) -> Inputs:
         return Inputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows))
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
+        self.told.append(inputs.told)
         return self.hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -65,6 +71,23 @@ def test_a_step_samples_from_the_logits_and_remembers_the_token() -> None:
     assert tokens.numpy().tolist() == [1]
     assert runner.remembered == [[1]]
     assert tokens.scores() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket", "eager_prefill"),
+    [
+        (BatchKind.PREFILL, EAGER, True),
+        (BatchKind.EXTEND, EAGER, True),
+        (BatchKind.DECODE, EAGER, False),
+        (BatchKind.PREFILL, 8, False),
+    ],
+)
+def test_the_model_learns_what_the_ranks_agreed_on(kind: BatchKind, bucket: int, eager_prefill: bool) -> None:
+    runner = FixedRunner(torch.tensor([[0.0, 3.0, 1.0]]))
+    step_runner = StepRunner(runner, Sampler(SingleCollectives(), range(3), 3))  # type: ignore[arg-type]
+    decision = replace(DECISION, kind=kind, rank_tokens=(3, 0, 5), graph_bucket=bucket)
+    step_runner.launch(step_runner.prepare(Batch.dummy()), decision)
+    assert runner.told == [((3, 0, 5), eager_prefill)]
 
 
 def test_scores_of_the_token_and_of_a_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.layers.weights import WeightSlot
-from dist_infer.models.llama import Llama
+from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -124,15 +124,20 @@ def load_tiny_model(
     *,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
-) -> Llama:
+) -> Decoder:
     """This project's model, filled by a plain loop over its weight slots."""
-    config = parse_config(json.loads((folder / "config.json").read_text()))
+    config = parse_config(read_config(folder))
     model = build_model(config, tp=tp or SingleCollectives(), dtype=dtype, device=torch.device(device))
     fill(model, safetensors_torch.load_file(folder / "model.safetensors"))
     return model
 
 
-def fill(model: Llama, tensors: Mapping[str, Tensor]) -> list[WeightSlot]:
+def read_config(folder: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def fill(model: Decoder, tensors: Mapping[str, Tensor]) -> list[WeightSlot]:
     """Copies this rank's part of each tensor into the model; returns the slots that were filled."""
     slots = list(model.weight_slots())
     for slot in slots:
@@ -160,9 +165,16 @@ class LiftedOracle:
         transformers = pytest.importorskip("transformers")
         self._lift = lift
         with self._mode():
-            self._model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float64, attn_implementation="eager"
-            ).eval()
+            self._model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float64,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                output_loading_info=True,
+            )
+        # Rather a failure than random weights where a name is wrong.
+        assert not loading["missing_keys"], sorted(loading["missing_keys"])
+        self._model.eval()
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """[T, V] in float64."""

@@ -14,6 +14,7 @@ from dist_infer.kernels import paged_attention as attention_op
 from dist_infer.kernels import rotary as rotary_op
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
+from dist_infer.layers.qk_norm import make_qk_norm
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -24,6 +25,11 @@ class KVLayer:
 
     k: Tensor
     v: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is cached."""
+        return self.k, self.v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class AttentionPlanner:
     def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
         shard = split_heads(config.num_heads, config.num_kv_heads, setup.tp.size, setup.tp.rank)
         self._num_kv_heads = len(shard.kv_heads)
-        self._scale = config.head_dim**-0.5
+        self._scale = config.head_dim**-0.5 * config.rope.score_factor
         self._library = setup.choose(
             "paged_attention",
             attention_op.LIBRARIES,
@@ -79,22 +85,32 @@ class Attention:
         self.output = RowParallelLinear(
             query.total, query.held, config.hidden_size, bias=config.attention_bias, setup=setup
         )
+        self.qk_norm = make_qk_norm(config, shard, setup)
+        self._interleaved = config.rope.interleaved
         self._rotary = setup.choose("rotary", rotary_op.LIBRARIES, head_dim=config.head_dim)
 
     def __call__(self, hidden: Tensor, step: AttentionStep, kv: KVLayer) -> Tensor:
-        """The attention output, summed over the group; this step's keys and values are in `kv` afterwards.
+        """This rank's part of the attention output, whose sum over the group is the whole.
+
+        This step's keys and values are in `kv` afterwards.
 
         Shapes: hidden [T, D] -> [T, D].
-        Ranks: collective over tp.
+        Ranks: local, but for a QK norm over the whole projection: collective over tp.
         """
         qkv = self.qkv(hidden).view(len(hidden), self._num_qkv_heads, self._head_dim)
-        q = rotary_op.rotary(qkv, step.cos, step.sin, step.slots, kv.k, kv.v, library=self._rotary)
-        return self.output(step.attend(q, kv.k, kv.v).flatten(1))
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
+        q = rotary_op.rotary(
+            qkv, step.cos, step.sin, step.slots, kv.k, kv.v, interleaved=self._interleaved, library=self._rotary
+        )
+        return self.output.partial(step.attend(q, kv.k, kv.v).flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """`q_proj`, `k_proj`, `v_proj` and `o_proj` under `prefix`."""
+        """`q_proj`, `k_proj`, `v_proj`, `o_proj`, and `q_norm` and `k_norm` where there are any, under `prefix`."""
         yield from self.qkv.weight_slots(prefix)
         yield from self.output.weight_slots(f"{prefix}o_proj.")
+        if self.qk_norm is not None:
+            yield from self.qk_norm.weight_slots(prefix)
 
 
 def _channels(heads: range, head_dim: int) -> range:

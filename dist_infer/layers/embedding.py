@@ -31,8 +31,15 @@ class VocabEmbedding:
         Shapes: token_ids [T] -> [T, D].
         Ranks: collective over tp.
         """
-        rows = embedding_op.embedding(token_ids, self.weight, self.held.start, library=self._library)
-        return self._tp.all_reduce(rows)
+        return self._tp.all_reduce(self.partial(token_ids))
+
+    def partial(self, token_ids: Tensor) -> Tensor:
+        """This rank's part of the embeddings: the sum over the ranks is the whole.
+
+        Shapes: token_ids [T] -> [T, D].
+        Ranks: local.
+        """
+        return embedding_op.embedding(token_ids, self.weight, self.held.start, library=self._library)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The tensor `{prefix}weight`."""

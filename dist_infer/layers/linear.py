@@ -76,8 +76,16 @@ class RowParallelLinear:
         Shapes: x [T, K of this rank] -> [T, N].
         Ranks: collective over tp.
         """
+        return self._tp.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output: the sum over the ranks is the whole.
+
+        Shapes: x [T, K of this rank] -> [T, N].
+        Ranks: local.
+        """
         bias = self.bias if self._tp.rank == 0 else None
-        return self._tp.all_reduce(op.linear(x, self.weight, bias, library=self._library))
+        return op.linear(x, self.weight, bias, library=self._library)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`{prefix}weight` and `{prefix}bias`."""

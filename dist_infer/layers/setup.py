@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.mesh import Mesh
 from dist_infer.kernels.dispatch import Library, Target, resolve
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -20,8 +21,9 @@ def _ignore(_: str) -> None:
 class LayerSetup:
     """The tensor-parallel group, where parameters live, and how kernel libraries are chosen.
 
-    `kernel_orders` holds an order for an op by its name (see kernels/dispatch); `on_choice` gets one line for each
-    choice made.
+    `mesh` and `world` are all ranks, over which experts are dealt; without them the group is all there is. A MoE layer
+    takes `max_moe_tokens` rows of all ranks at a time, None: all of a step. `kernel_orders` holds an order for an op by
+    its name (see kernels/dispatch); `on_choice` gets one line for each choice made.
     """
 
     tp: Collectives
@@ -29,6 +31,19 @@ class LayerSetup:
     device: torch.device
     kernel_orders: Mapping[str, str] = field(default_factory=dict)
     on_choice: Callable[[str], None] = _ignore
+    mesh: Mesh | None = None
+    world: Collectives | None = None
+    max_moe_tokens: int | None = None
+
+    @property
+    def expert_mesh(self) -> Mesh:
+        """The ranks that experts are dealt to."""
+        return self.mesh or Mesh.create(world=self.tp.size, rank=self.tp.rank)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of routers and of what else is not to be rounded: float32, float64 for float64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def choose(self, op: str, libraries: Sequence[Library[F]], **geometry: int) -> Library[F]:
         """The library that a layer uses from now on."""
@@ -40,3 +55,7 @@ class LayerSetup:
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter that the loader fills."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty_wide(self, *shape: int) -> torch.Tensor:
+        """A parameter of at least float32."""
+        return torch.empty(shape, dtype=self.wide_dtype, device=self.device)

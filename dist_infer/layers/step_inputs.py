@@ -1,6 +1,6 @@
 """A step's batch on the device. T tokens, S sequences, L rows whose logits are needed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ class StepInputs:
     """What the layers and the runner read of a `Batch`.
 
     `logit_state_rows` says where the token sampled for each logit row is kept for the next step (see runner).
+    `rank_tokens` are the agreed tokens of every rank of the world, which experts need (0: it runs a token that is
+    nobody's; None: all have as many); `eager_prefill` says whether the agreed step prefills outside of a graph.
 
     Shapes: token_ids, positions, slots [T] int64; logit_rows, logit_state_rows [L] int64.
     """
@@ -22,6 +24,12 @@ class StepInputs:
     paged: PagedStep
     logit_rows: Tensor
     logit_state_rows: Tensor
+    rank_tokens: tuple[int, ...] | None = None
+    eager_prefill: bool = False
+
+    def agreed(self, rank_tokens: tuple[int, ...], *, eager_prefill: bool) -> "StepInputs":
+        """The same with what the ranks have agreed on since it was prepared."""
+        return replace(self, rank_tokens=rank_tokens, eager_prefill=eager_prefill)
 
     @property
     def num_tokens(self) -> int:

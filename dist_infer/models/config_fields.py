@@ -16,6 +16,10 @@ class Fields:
         """The plain value, None when absent."""
         return self._values.get(name)
 
+    def is_written(self, name: str) -> bool:
+        """Whether the field is written, if only as null."""
+        return name in self._values
+
     def section(self, name: str) -> "Fields | None":
         """The object under `name`, None when absent."""
         value = self.get(name)
@@ -42,6 +46,19 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(name, "an integer above 0")
         return value
+
+    def count(self, name: str, default: int) -> int:
+        """An integer of at least 0."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, "an integer of at least 0")
+        return value
+
+    def number_or_zero(self, name: str) -> float:
+        """A number of at least 0, 0 when absent."""
+        return 0.0 if self.get(name) in (None, 0) else self.number(name)
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """true or false."""

@@ -1,5 +1,7 @@
 """Rotary embedding and the write into the cache."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,7 +80,30 @@ def test_slot_minus_one_is_written_nowhere(device: str, slots: list[int]) -> Non
         assert torch.equal(cache, expected)
 
 
-def good_arguments() -> dict[str, Tensor]:
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 12])
+def test_a_part_of_the_channels_in_halves_or_neighbours(rotary_dim: int, interleaved: bool) -> None:
+    """The channels of a pair are the same numbers wherever they stand: sorting them into halves gives the plain op."""
+    generator = torch.Generator().manual_seed(rotary_dim)
+    qkv = torch.randn(5, 4, 12, generator=generator, dtype=torch.float64)
+    angles = 100 * torch.rand(5, rotary_dim // 2, generator=generator, dtype=torch.float64)
+    caches = [torch.zeros(9, 1, 12, dtype=torch.float64) for _ in range(2)]
+    slots = torch.tensor([3, 0, 8, -1, 2])
+    args = (angles.cos(), angles.sin(), slots, *caches)
+    q = rotary(qkv, *args, interleaved=interleaved, library=LIBRARIES[-1])
+    order = torch.arange(rotary_dim)
+    if interleaved:
+        order = torch.cat([order[::2], order[1::2]])
+    keys = torch.zeros(5, 1, 12, dtype=torch.float64)
+    keys[slots >= 0] = caches[0][slots[slots >= 0]]
+    for ours, plain in ((q, qkv[:, :2]), (keys[slots >= 0], qkv[:, 2:3][slots >= 0])):
+        turned_angles = angles if len(ours) == 5 else angles[slots >= 0]
+        truth = turn(plain[..., order], turned_angles.cos(), turned_angles.sin())
+        torch.testing.assert_close(ours[..., order], truth, rtol=0, atol=1e-12)
+        assert torch.equal(ours[..., rotary_dim:], plain[..., rotary_dim:])
+
+
+def good_arguments() -> dict[str, Any]:
     return {
         "qkv": torch.ones(2, 4, 6),
         "cos": torch.ones(2, 3),

@@ -62,7 +62,7 @@ def test_shards_give_the_whole_layer(size: int) -> None:
             cos, sin = RotaryAngles(CONFIG.rope, H, setup)(torch.from_numpy(batch.positions))
             attend = AttentionPlanner(CONFIG, setup)(paged_step(batch, BLOCK_SIZE))
             step = AttentionStep(cos=cos, sin=sin, slots=torch.from_numpy(batch.slots), attend=attend)
-            parts.append(layer(x[start:stop], step, kv))
+            parts.append(tp.all_reduce(layer(x[start:stop], step, kv)))
         return torch.cat(parts)
 
     for out in run_group(size, main):

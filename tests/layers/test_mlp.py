@@ -25,7 +25,7 @@ def test_shards_give_the_whole_layer(size: int) -> None:
     x = random(5, D)
 
     def main(tp: Collectives) -> Tensor:
-        layer = GatedMlp(CONFIG, setup_of(tp))
+        layer = GatedMlp(D, I, setup_of(tp), bias=True)
         fill(layer.weight_slots("m."), TENSORS)
         return layer(x)
 

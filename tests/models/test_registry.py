@@ -118,8 +118,8 @@ def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            r"architectures \['MixtralForCausalLM'\] is not supported; supported: LlamaForCausalLM",
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"architectures \['GPT2LMHeadModel'\] is not supported; supported: LlamaForCausalLM, MixtralForCausalLM",
         ),
         ({"architectures": [], "model_type": "gpt2"}, "model_type 'gpt2' is not known; supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swish"),

@@ -53,7 +53,8 @@ def test_original_length_defaults_to_the_model_s() -> None:
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_scaling.type 'linear' is not supported; supported: default, llama3",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.low_freq_factor is missing"),
         (
             {"rope_scaling": {"rope_type": "llama3", **SCALING, "high_freq_factor": 1.0}},

@@ -1,0 +1,142 @@
+"""Multi-head latent attention over the paged latent cache.
+
+T tokens, D hidden, N heads of this rank, L latent, P plain, R rotated and V value channels.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dist_infer.comm.mesh import split_range
+from dist_infer.config import MlaConfig, ModelConfig
+from dist_infer.errors import UsageError
+from dist_infer.kernels import mla_attention as attention_op
+from dist_infer.kernels import mla_rotary as rotary_op
+from dist_infer.kernels.carriers import PagedStep
+from dist_infer.layers.attention import AttentionStep
+from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
+from dist_infer.layers.norm import RmsNorm
+from dist_infer.layers.setup import LayerSetup
+from dist_infer.layers.weights import WeightSlot
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """One layer's cache on this rank: the normed latent and the rotated key by flat slot, [slots, L + R]."""
+
+    latent: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is cached."""
+        return (self.latent,)
+
+
+class MlaPlanner:
+    """Plans the attention of a step once for all layers of a model."""
+
+    def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
+        mla = latent_geometry(config)
+        self._kv_lora_rank = mla.kv_lora_rank
+        self._scale = mla.qk_head_dim**-0.5 * config.rope.score_factor
+        self._library = setup.choose(
+            "mla_attention",
+            attention_op.LIBRARIES,
+            heads=len(split_range(config.num_heads, setup.tp.size, setup.tp.rank)),
+            kv_lora_rank=mla.kv_lora_rank,
+            rope_dim=mla.qk_rope_head_dim,
+        )
+
+    def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """(q, latent cache, kv_b) -> out for this step.
+
+        Ranks: local.
+        """
+        return attention_op.plan_mla_attention(
+            step, kv_lora_rank=self._kv_lora_rank, scale=self._scale, library=self._library
+        )
+
+
+class MlaAttention:
+    """Heads are cut over the group; what makes the latents is replicated, and so is their cache."""
+
+    def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
+        mla = latent_geometry(config)
+        heads = split_range(config.num_heads, setup.tp.size, setup.tp.rank)
+        self._mla = mla
+        self._num_heads = len(heads)
+        query = _head_rows("q_proj" if mla.q_lora_rank is None else "q_b_proj", config, heads, mla.qk_head_dim)
+        down = [_whole_rows("kv_a_proj_with_mqa", mla.latent_dim)]
+        if mla.q_lora_rank is not None:
+            down.insert(0, _whole_rows("q_a_proj", mla.q_lora_rank))
+            self.query_norm = RmsNorm(mla.q_lora_rank, mla.norm_eps, setup)
+        self.down = ColumnParallelLinear(config.hidden_size, down, bias=config.attention_bias, setup=setup)
+        self.query = ColumnParallelLinear(mla.q_lora_rank or config.hidden_size, (query,), bias=False, setup=setup)
+        self.latent_norm = RmsNorm(mla.kv_lora_rank, mla.norm_eps, setup)
+        expanded = _head_rows("kv_b_proj", config, heads, mla.qk_nope_head_dim + mla.v_head_dim)
+        self._expanded_rows = expanded
+        self.kv_b = setup.empty(len(heads), mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+        value = _head_rows("o_proj", config, heads, mla.v_head_dim)
+        self.output = RowParallelLinear(
+            value.total, value.held, config.hidden_size, bias=config.attention_bias, setup=setup
+        )
+        self._interleaved = config.rope.interleaved
+        self._rotary = setup.choose("mla_rotary", rotary_op.LIBRARIES, rope_dim=mla.qk_rope_head_dim)
+
+    def __call__(self, hidden: Tensor, step: AttentionStep, kv: LatentLayer) -> Tensor:
+        """This rank's part of the attention output; this step's latents are in `kv` afterwards.
+
+        Shapes: hidden [T, D] -> [T, D].
+        Ranks: local.
+        """
+        mla = self._mla
+        down = self.down(hidden)
+        if mla.q_lora_rank is None:
+            source = hidden
+        else:
+            source, _ = self.query_norm(down[:, : mla.q_lora_rank])
+            down = down[:, mla.q_lora_rank :]
+        q = self.query(source).view(len(hidden), self._num_heads, mla.qk_head_dim)
+        latent, _ = self.latent_norm(down[:, : mla.kv_lora_rank])
+        key = down[:, mla.kv_lora_rank :]
+        q = rotary_op.mla_rotary(
+            q,
+            latent,
+            key,
+            step.cos,
+            step.sin,
+            step.slots,
+            kv.latent,
+            interleaved=self._interleaved,
+            library=self._rotary,
+        )
+        return self.output.partial(step.attend(q, kv.latent, self.kv_b).flatten(1))
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """All under `prefix`: `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; then those of the latent."""
+        yield from self.down.weight_slots(prefix)
+        yield from self.query.weight_slots(prefix)
+        if self._mla.q_lora_rank is not None:
+            yield from self.query_norm.weight_slots(f"{prefix}q_a_layernorm.")
+        yield from self.latent_norm.weight_slots(f"{prefix}kv_a_layernorm.")
+        rows, rank = self._expanded_rows, self._mla.kv_lora_rank
+        yield WeightSlot(
+            f"{prefix}{rows.name}.weight", (rows.total, rank), (rows.held, range(rank)), self.kv_b.view(-1, rank)
+        )
+        yield from self.output.weight_slots(f"{prefix}o_proj.")
+
+
+def latent_geometry(config: ModelConfig) -> MlaConfig:
+    """Errors: UsageError for a model without latent attention."""
+    if config.mla is None:
+        raise UsageError(f"{config.architecture} has no latent attention")
+    return config.mla
+
+
+def _head_rows(name: str, config: ModelConfig, heads: range, head_dim: int) -> OutputRows:
+    return OutputRows(name, config.num_heads * head_dim, range(heads.start * head_dim, heads.stop * head_dim))
+
+
+def _whole_rows(name: str, total: int) -> OutputRows:
+    return OutputRows(name, total, range(total))

@@ -1,0 +1,181 @@
+"""A layer of routed experts, and of one shared expert where the model has it.
+
+R rows of this rank, D hidden, E experts (all, and held by this rank), I intermediate channels held, K experts a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.expert import ExpertExchange
+from dist_infer.comm.mesh import Mesh, split_range
+from dist_infer.comm.moe_chunks import ChunkPlan
+from dist_infer.config import ModelConfig, MoeConfig
+from dist_infer.errors import UsageError
+from dist_infer.kernels import linear as linear_op
+from dist_infer.kernels import moe_experts as experts_op
+from dist_infer.kernels import moe_route as route_op
+from dist_infer.kernels.carriers import RoutingMethod
+from dist_infer.layers.mlp import GatedMlp
+from dist_infer.layers.setup import LayerSetup
+from dist_infer.layers.weights import WeightSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNames:
+    """How a family names the tensors of a MoE layer, under the layer's prefix."""
+
+    block: str = "mlp."
+    router_bias: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class Router:
+    """Replicated: every rank routes its own rows. Weight and bias are kept and applied in at least float32."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup) -> None:
+        self.weight = setup.empty_wide(moe.num_experts, hidden_size)
+        self.bias = setup.empty_wide(moe.num_experts) if moe.has_bias else None
+        self._method = RoutingMethod(
+            scoring=moe.scoring,
+            top_k=moe.top_k,
+            renormalise=moe.renormalise,
+            renorm_epsilon=moe.renorm_epsilon,
+            scaling_factor=moe.routed_scaling_factor,
+            num_groups=moe.num_groups,
+            num_kept_groups=moe.num_kept_groups,
+            group_score=moe.group_score,
+        )
+        self._linear = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=moe.num_experts)
+        self._route = setup.choose("moe_route", route_op.LIBRARIES, experts=moe.num_experts, top_k=moe.top_k)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(expert ids, weights) of each row.
+
+        Shapes: hidden [R, D] -> two of [R, K].
+        Ranks: local.
+        """
+        logits = linear_op.linear(hidden.to(self.weight.dtype), self.weight, library=self._linear)
+        return route_op.moe_route(logits, self.bias, self._method, library=self._route)
+
+    def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:
+        """The tensor `gate.weight`, and the bias where there is one."""
+        num_experts, hidden_size = self.weight.shape
+        whole = (range(num_experts), range(hidden_size))
+        yield WeightSlot(f"{prefix}gate.weight", (num_experts, hidden_size), whole, self.weight)
+        if self.bias is not None:
+            yield WeightSlot(f"{prefix}{names.router_bias}", (num_experts,), whole[:1], self.bias)
+
+
+class Experts:
+    """The experts that a rank holds: whole ones, or a slice of their channels where several ranks share them."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup) -> None:
+        mesh = setup.expert_mesh
+        self.held = split_range(moe.num_experts, mesh.ep, mesh.ep_rank)
+        self._num_experts = moe.num_experts
+        self._total = moe.expert_intermediate_size
+        self._channels = split_range(self._total, mesh.moe_tp, mesh.moe_tp_rank)
+        inner = len(self._channels)
+        self.gate_up = setup.empty(len(self.held), 2 * inner, hidden_size)
+        self.down = setup.empty(len(self.held), hidden_size, inner)
+        self._library = setup.choose("moe_experts", experts_op.LIBRARIES, experts=len(self.held), intermediate=inner)
+
+    def __call__(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the weighted sum; ids count the experts held, -1 is none of them.
+
+        Shapes: hidden [R, D], expert_ids and weights [R, K] -> [R, D].
+        Ranks: local.
+        """
+        return experts_op.moe_experts(hidden, expert_ids, weights, self.gate_up, self.down, library=self._library)
+
+    def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:
+        """`experts.{e}.{gate, up, down}.weight` of all experts; of those of other ranks the part is empty."""
+        hidden_size, inner = self.down.shape[1:]
+        hidden = range(hidden_size)
+        into_inner, out_of_inner = (self._total, hidden_size), (hidden_size, self._total)
+        nothing = self.gate_up.new_empty(0, hidden_size)
+        for expert in range(self._num_experts):
+            name = f"{prefix}experts.{expert}."
+            held = expert in self.held
+            place = expert - self.held.start
+            channels = self._channels if held else range(0)
+            gate, up = (self.gate_up[place, :inner], self.gate_up[place, inner:]) if held else (nothing, nothing)
+            down = self.down[place] if held else nothing.T
+            yield WeightSlot(f"{name}{names.gate}.weight", into_inner, (channels, hidden), gate)
+            yield WeightSlot(f"{name}{names.up}.weight", into_inner, (channels, hidden), up)
+            yield WeightSlot(f"{name}{names.down}.weight", out_of_inner, (hidden, channels), down)
+
+
+class MoeLayer:
+    """Router, experts over the whole world, shared expert.
+
+    With one group all ranks hold all rows: the shared expert is cut over them too and joins the experts' one sum. With
+    several, each rank holds rows of its own and the whole shared expert.
+    """
+
+    def __init__(self, config: ModelConfig, names: MoeNames, exchange: ExpertExchange, setup: LayerSetup) -> None:
+        moe = moe_geometry(config)
+        self.router = Router(config.hidden_size, moe, setup)
+        self.experts = Experts(config.hidden_size, moe, setup)
+        self._names = names
+        self._exchange = exchange
+        self._one_group = setup.expert_mesh.dp == 1
+        self.shared: GatedMlp | None = None
+        if moe.shared_intermediate_size:
+            own = setup if self._one_group else replace(setup, tp=SingleCollectives())
+            self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own)
+
+    def __call__(self, hidden: Tensor, chunks: ChunkPlan) -> Tensor:
+        """The output for this rank's rows.
+
+        Shapes: hidden [R, D] -> [R, D].
+        Ranks: collective over the world.
+        """
+        expert_ids, weights = self.router(hidden)
+        if self._one_group:
+            return self._exchange.run(hidden, expert_ids, weights, self._experts_and_shared, chunks)
+        routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
+        return routed if self.shared is None else routed + self.shared.partial(hidden)
+
+    def _experts_and_shared(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        routed = self.experts(hidden, expert_ids, weights)
+        return routed if self.shared is None else routed.add_(self.shared.partial(hidden))
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """Tensors under `prefix`."""
+        yield from self.router.weight_slots(prefix, self._names)
+        yield from self.experts.weight_slots(prefix, self._names)
+        if self.shared is not None:
+            yield from self.shared.weight_slots(f"{prefix}shared_experts.")
+
+
+def moe_geometry(config: ModelConfig) -> MoeConfig:
+    """Errors: UsageError for a model without experts."""
+    if config.moe is None:
+        raise UsageError(f"{config.architecture} has no experts")
+    return config.moe
+
+
+def check_experts(moe: MoeConfig, mesh: Mesh) -> None:
+    """Refuses a layout that leaves a rank without an expert, or without a channel of one.
+
+    Errors: UsageError with the numbers and the nearest valid choice.
+    """
+    divisors = [ep for ep in range(1, mesh.world + 1) if mesh.world % ep == 0]
+    valid = [ep for ep in divisors if ep <= moe.num_experts and mesh.world // ep <= moe.expert_intermediate_size]
+    if mesh.ep in valid:
+        return
+    if mesh.ep > moe.num_experts:
+        problem = f"leaves ranks without an expert: the model has {moe.num_experts}"
+    else:
+        problem = (
+            f"makes {mesh.moe_tp} ranks share each expert, but an expert has {moe.expert_intermediate_size} channels"
+        )
+    nearest = sorted(valid, key=lambda ep: abs(ep - mesh.ep))[:1]
+    choice = f"the nearest valid choice is --ep {nearest[0]}" if nearest else "launch fewer ranks"
+    raise UsageError(f"--ep {mesh.ep} {problem}; {choice}")

@@ -1,0 +1,42 @@
+"""Which of a group's token rows a rank works on between the sharded parts of a decoder layer. T tokens, D hidden.
+
+Attention and dense MLP are cut over heads and channels and see all rows of the group. What lies between them
+(residual, norm, router) needs each row once: either all ranks hold all rows, or each rank holds its slice of them, so
+that no token is sent to the experts twice.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.mesh import split_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """The rows of every rank of the group; None: each has all."""
+
+    tp: Collectives
+    sizes: tuple[int, ...] | None
+
+    def reduce(self, part: Tensor) -> Tensor:
+        """The rank's own rows of the sum over the group.
+
+        Shapes: [T, D] -> [own rows, D].
+        Ranks: collective over tp.
+        """
+        return self.tp.all_reduce(part) if self.sizes is None else self.tp.reduce_scatter(part, self.sizes)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All rows of the group.
+
+        Shapes: [own rows, D] -> [T, D].
+        Ranks: collective over tp, where rows are sliced.
+        """
+        return own if self.sizes is None else self.tp.all_gather(own, self.sizes)
+
+
+def plan_rows(num_tokens: int, tp: Collectives, *, sliced: bool) -> GroupRows:
+    """All rows on every rank, or contiguous slices."""
+    return GroupRows(tp, tuple(split_sizes(num_tokens, tp.size)) if sliced and tp.size > 1 else None)

@@ -1,0 +1,180 @@
+"""The decoder of all families: pre-norm layers of attention and a dense MLP or routed experts.
+
+T tokens, R rows of this rank (see layers/rows), L rows with logits, D hidden.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from dist_infer.comm.expert import ExpertExchange, open_expert_exchange
+from dist_infer.comm.moe_chunks import ChunkPlan
+from dist_infer.config import ModelConfig
+from dist_infer.layers.attention import Attention, AttentionPlanner, AttentionStep, KVLayer
+from dist_infer.layers.embedding import VocabEmbedding, VocabHead
+from dist_infer.layers.mla import LatentLayer, MlaAttention, MlaPlanner
+from dist_infer.layers.mlp import GatedMlp
+from dist_infer.layers.moe import MoeLayer, MoeNames, check_experts
+from dist_infer.layers.norm import RmsNorm
+from dist_infer.layers.rope import RotaryAngles
+from dist_infer.layers.rows import GroupRows, plan_rows
+from dist_infer.layers.setup import LayerSetup
+from dist_infer.layers.step_inputs import StepInputs
+from dist_infer.layers.weights import WeightSlot
+
+LayerCache: TypeAlias = KVLayer | LatentLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderStep:
+    """What all layers of a step share."""
+
+    attention: AttentionStep
+    rows: GroupRows
+    chunks: ChunkPlan | None  # of the experts; None in a model without any
+
+
+class DecoderLayer:
+    """One decoder layer.
+
+    The residual stream travels beside the branch output, so that each addition is fused with the norm after it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, setup: LayerSetup, exchange: ExpertExchange | None, names: MoeNames
+    ) -> None:
+        self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
+        self.attention: Any = (Attention if config.mla is None else MlaAttention)(config, setup)
+        self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
+        self.mlp: GatedMlp | MoeLayer
+        if exchange is None:
+            self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, setup, bias=config.mlp_bias)
+            self._mlp_prefix = "mlp."
+        else:
+            self.mlp = MoeLayer(config, names, exchange, setup)
+            self._mlp_prefix = names.block
+
+    def __call__(
+        self, branch: Tensor, residual: Tensor | None, step: DecoderStep, kv: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """(branch, residual): their sum is the hidden state after this layer.
+
+        Shapes: all [R, D].
+        Ranks: collective over tp, and over the world where there are experts.
+        """
+        normed, residual = self.attention_norm(branch, residual)
+        branch = step.rows.reduce(self.attention(step.rows.gather(normed), step.attention, kv))
+        normed, residual = self.mlp_norm(branch, residual)
+        return self._feed_forward(normed, step), residual
+
+    def _feed_forward(self, normed: Tensor, step: DecoderStep) -> Tensor:
+        if isinstance(self.mlp, GatedMlp):
+            return step.rows.reduce(self.mlp.partial(step.rows.gather(normed)))
+        if step.chunks is None:
+            raise ValueError("a layer of experts got a step without a plan of chunks")
+        return self.mlp(normed, step.chunks)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """Tensors under `prefix`."""
+        yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
+        yield from self.attention.weight_slots(f"{prefix}self_attn.")
+        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
+        yield from self.mlp.weight_slots(f"{prefix}{self._mlp_prefix}")
+
+
+class Decoder:
+    """This rank's shard of a model: parameters are empty until the loader has filled `weight_slots`."""
+
+    def __init__(self, config: ModelConfig, setup: LayerSetup, names: MoeNames | None = None) -> None:
+        mesh = setup.expert_mesh
+        names = names or MoeNames()
+        self.config = config
+        self._tp = setup.tp
+        self._exchange: ExpertExchange | None = None
+        if config.moe is not None:
+            check_experts(config.moe, mesh)
+            self._exchange = open_expert_exchange(
+                mesh,
+                setup.world or setup.tp,
+                setup.device,
+                num_experts=config.moe.num_experts,
+                top_k=config.moe.top_k,
+            )
+        self._max_moe_tokens = setup.max_moe_tokens
+        self._sliced = config.moe is not None and mesh.dp > 1
+        self._world_size = mesh.world
+        self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, setup)
+        self.angles = RotaryAngles(config.rope, config.head_dim, setup)
+        self.plan_attention = (AttentionPlanner if config.mla is None else MlaPlanner)(config, setup)
+        moe_layers = frozenset(config.moe.moe_layers if config.moe else ())
+        self.layers = tuple(
+            DecoderLayer(config, setup, self._exchange if idx in moe_layers else None, names)
+            for idx in range(config.num_layers)
+        )
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
+        tied_to = self.embedding if config.tie_word_embeddings else None
+        self.head = VocabHead(config.vocab_size, config.hidden_size, setup, tied_to=tied_to)
+
+    @property
+    def vocab_range(self) -> range:
+        """The token ids that this rank's logits stand for."""
+        return self.head.held
+
+    def __call__(self, inputs: StepInputs, kv: Sequence[LayerCache]) -> Tensor:
+        """The normed last hidden state of every token; `kv` (one a layer) holds what this step caches afterwards.
+
+        Shapes: -> [T, D].
+        Ranks: collective over tp, and over the world where there are experts.
+        """
+        step = self._plan(inputs)
+        branch, residual = step.rows.reduce(self.embedding.partial(inputs.token_ids)), None
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            branch, residual = layer(branch, residual, step, layer_kv)
+        normed, _ = self.norm(branch, residual)
+        return step.rows.gather(normed)
+
+    def _plan(self, inputs: StepInputs) -> DecoderStep:
+        """All that depends on the sizes of the step, once for all layers."""
+        cos, sin = self.angles(inputs.positions)
+        attend = self.plan_attention(inputs.paged)
+        chunks = None
+        if self._exchange is not None:
+            tokens = inputs.rank_tokens or (inputs.num_tokens,) * self._world_size
+            chunks = self._exchange.plan(tokens, self._max_moe_tokens, eager_prefill=inputs.eager_prefill)
+        return DecoderStep(
+            attention=AttentionStep(cos=cos, sin=sin, slots=inputs.slots, attend=attend),
+            rows=plan_rows(inputs.num_tokens, self._tp, sliced=self._sliced),
+            chunks=chunks,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits of the rows of `hidden`.
+
+        Shapes: [L, D] -> [L, len(vocab_range)].
+        Ranks: local.
+        """
+        return self.head(hidden)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every checkpoint tensor that the model is made of, once. A tied head has none of its own."""
+        yield from self.embedding.weight_slots("model.embed_tokens.")
+        for layer_idx, layer in enumerate(self.layers):
+            yield from layer.weight_slots(f"model.layers.{layer_idx}.")
+        yield from self.norm.weight_slots("model.norm.")
+        yield from self.head.weight_slots("lm_head.")
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Regular expressions for whole names that a checkpoint may hold although the model doesn't use them."""
+        first = self.config.num_layers
+        unused = [rf"model\.layers\.{first + idx}\..*" for idx in range(self.config.num_mtp_layers)]
+        frequencies = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+        return (frequencies, *unused, *(re.escape(name) for name in self.tied_weights))
+
+    @property
+    def tied_weights(self) -> dict[str, str]:
+        """Tensors that a checkpoint may repeat, and the one that is used in their place."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.head.tied else {}

@@ -1,0 +1,77 @@
+"""Causal latent attention over a paged cache: prefill, extend (a chunk with history) and decode in one op.
+
+Every token has one cached row: its normed latent, then the rotated key that all heads share. Keys and values of a head
+are made of the latent by its part of kv_b. A long chunk makes them once for its whole past (expands); a decode folds
+kv_b into its query and into its result instead (absorbs), and reads each cached row once for all heads.
+
+S sequences, T tokens, N heads, L latent, R rotated, P plain and V value channels, C slots of the cache.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class PlanFunction(Protocol):
+    """(step, kv_lora_rank, scale) -> attend(q, cache, kv_b)."""
+
+    def __call__(self, step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+        """Plans a step whose sequences have been checked."""
+        ...
+
+
+LIBRARIES: tuple[Library[PlanFunction], ...] = (Library(name="torch", function=reference_plan),)
+
+
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, library: Library[PlanFunction]) -> Attend:
+    """The attention of one step as a function (q, cache, kv_b) -> out.
+
+    Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t, whatever part of them was
+    written by earlier steps; its own key is among them. key of head n = [kv_b[n, :P] latent, rotated], value =
+    kv_b[n, P:] latent. Products, softmax and sums are in float32 (float64 for float64), one rounding. A sequence with
+    kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
+
+    Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L] -> [T, N, V], contiguous.
+    Errors: ValueError when a sequence has fewer keys than queries (other than none) or more than its pages hold, and
+        in the function for shapes or dtypes that don't fit.
+    Source: DeepSeek-AI, DeepSeek-V2 (2024).
+    """
+    query_lens = np.diff(step.host_query_start)
+    kv_lens = step.host_kv_lens
+    if len(query_lens) != len(kv_lens) or (query_lens < 0).any():
+        raise ValueError(
+            f"mla_attention: query_start {step.host_query_start.tolist()} does not fit {len(kv_lens)} sequences"
+        )
+    if ((kv_lens != 0) & (kv_lens < query_lens)).any():
+        raise ValueError(f"mla_attention: kv_lens {kv_lens.tolist()} are below the query lengths {query_lens.tolist()}")
+    capacity = step.page_table.shape[1] * step.block_size
+    if (kv_lens > capacity).any():
+        raise ValueError(f"mla_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table")
+    planned = library.function(step, kv_lora_rank=kv_lora_rank, scale=scale)
+
+    def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
+        plain_dim = q.shape[2] - (cache.shape[1] - kv_lora_rank)
+        fits = (
+            len(q) == step.num_tokens
+            and cache.shape[1] > kv_lora_rank == kv_b.shape[2]
+            and q.shape[1] == kv_b.shape[0]
+            and 0 <= plain_dim < kv_b.shape[1]
+            and q.dtype == cache.dtype == kv_b.dtype
+        )
+        if not fits:
+            found = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, cache, kv_b))
+            raise ValueError(
+                f"mla_attention: q, cache, kv_b don't fit a latent of {kv_lora_rank} and {step.num_tokens} tokens:"
+                f" {found}"
+            )
+        return planned(q, cache, kv_b)
+
+    return attend

@@ -1,0 +1,75 @@
+"""Rotary embedding of latent attention, fused with the write into the latent cache.
+
+T tokens, N heads, P plain and R rotated channels, L latent, C slots of the cache.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.reference.mla_rotary import mla_rotary as reference_mla_rotary
+
+
+class MlaRotaryFunction(Protocol):
+    """The op without its checks."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        """The queries, their last channels rotated."""
+        ...
+
+
+LIBRARIES: tuple[Library[MlaRotaryFunction], ...] = (Library(name="torch", function=reference_mla_rotary),)
+
+
+def mla_rotary(
+    q: Tensor,
+    latent: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    *,
+    interleaved: bool,
+    library: Library[MlaRotaryFunction],
+) -> Tensor:
+    """The queries with their last R channels rotated; [latent, rotated key] goes to `slots` of the cache, -1 nowhere.
+
+    Pairs are halves, or neighbours when `interleaved`, and stay where they are; rotation as in `rotary`.
+
+    Shapes: q [T, N, P + R], latent [T, L], key [T, R], cos and sin [T, R / 2] float32 (float64 for float64), slots [T]
+        int64, cache [C, L + R] -> [T, N, P + R].
+    Errors: ValueError for shapes or dtypes that don't fit. A slot outside the cache is the caller's fault.
+    Source: DeepSeek-AI, DeepSeek-V2 (2024).
+    """
+    num_tokens, rotated_dim = key.shape
+    angle_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    fits = (
+        len(q) == len(latent) == num_tokens
+        and q.dim() == 3
+        and q.shape[2] >= rotated_dim
+        and rotated_dim % 2 == 0
+        and cache.dim() == 2
+        and cache.shape[1] == latent.shape[1] + rotated_dim
+        and cos.shape == sin.shape == (num_tokens, rotated_dim // 2)
+        and slots.shape == (num_tokens,)
+    )
+    if not fits:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, latent, key, cos, sin, slots, cache))
+        raise ValueError(f"mla_rotary: shapes of q, latent, key, cos, sin, slots, cache don't fit: {shapes}")
+    if not (q.dtype == latent.dtype == key.dtype == cache.dtype and cos.dtype == sin.dtype == angle_dtype):
+        dtypes = ", ".join(str(x.dtype) for x in (q, latent, key, cos, sin, cache))
+        raise ValueError(f"mla_rotary: dtypes of q, latent, key, cos, sin, cache don't fit: {dtypes}")
+    return library.function(q, latent, key, cos, sin, slots, cache, interleaved)

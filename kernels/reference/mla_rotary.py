@@ -1,0 +1,17 @@
+"""Rotation and write of latent attention in plain torch; the contract stands in kernels/mla_rotary.py."""
+
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.reference.rotary import rotate, write_rows
+
+
+def mla_rotary(
+    q: Tensor, latent: Tensor, key: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, interleaved: bool
+) -> Tensor:
+    """See `dist_infer.kernels.mla_rotary.mla_rotary`."""
+    plain_dim = q.shape[2] - key.shape[1]
+    turned = rotate(q[..., plain_dim:], cos, sin, interleaved=interleaved)
+    turned_key = rotate(key[:, None], cos, sin, interleaved=interleaved)[:, 0]
+    write_rows(cache, slots, torch.cat([latent, turned_key], 1))
+    return torch.cat([q[..., :plain_dim], turned], -1)

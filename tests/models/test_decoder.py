@@ -1,0 +1,171 @@
+"""Tiny random checkpoints of all families with experts against transformers in float64, in every layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_infer.comm.collectives import Collectives, SingleCollectives
+from dist_infer.comm.mesh import Mesh, split_heads
+from dist_infer.kv_cache import KVCache
+from dist_infer.models.decoder import Decoder
+from dist_infer.models.registry import build_model, parse_config
+from dist_infer.runner import Runner
+from dist_infer.types import Batch
+from tests.batches import Part, make_batch
+from tests.fake_collectives import run_group, run_mesh
+from tests.tiny_families import CONFIGS, make_tiny
+from tests.tiny_models import LiftedOracle, fill, load_tiny_model, read_config, safetensors_torch
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 6
+PROMPTS = [[7], [(5 * i * i + 3) % 131 for i in range(17)], [(11 * i + i * i) % 131 for i in range(41)]]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    tokens: list[list[int]]
+    logits: Tensor  # [prompt, token, V]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = make_tiny(tmp_path_factory.mktemp("family"), request.param, mtp=request.param == "deepseek-v3")
+    oracle = LiftedOracle(folder)
+    expected = [oracle.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return Checkpoint(folder, [tokens for tokens, _ in expected], torch.stack([rows for _, rows in expected]))
+
+
+def make_runner(model: Decoder, tp: Collectives, num_seqs: int) -> Runner:
+    shard = split_heads(model.config.num_heads, model.config.num_kv_heads, tp.size, tp.rank)
+    return Runner(
+        model, KVCache(model.config, shard, 7 * num_seqs, BLOCK_SIZE, torch.float64, CPU), max_num_seqs=8, device=CPU
+    )
+
+
+def generate(
+    model: Decoder, tp: Collectives, prompts: Sequence[Sequence[int]], *, chunk: int = 1000
+) -> tuple[list[list[int]], Tensor]:
+    """Greedy tokens of the prompts in one batch, and the logits [prompt, token, V] that they were chosen from.
+
+    Prompts come in chunks of at most `chunk` tokens; a sequence that is done with its prompt decodes meanwhile.
+    """
+    runner = make_runner(model, tp, len(prompts))
+    # Pages far apart and out of order: sequence s has s, s + n, ... from the end.
+    pages = [list(range(seq, runner.kv_cache.num_blocks, len(prompts)))[::-1] for seq in range(len(prompts))]
+    seqs, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    rows: list[list[Tensor]] = [[] for _ in prompts]
+    while any(len(own) < NUM_TOKENS for own in rows):
+        active = [idx for idx, own in enumerate(rows) if len(own) < NUM_TOKENS]
+        parts = []
+        for idx in active:
+            ids = seqs[idx][done[idx] : done[idx] + chunk]
+            done[idx] += len(ids)
+            complete = done[idx] == len(seqs[idx])
+            parts.append(Part(token_ids=ids, start=done[idx] - len(ids), pages=pages[idx], wants_logits=complete))
+        own = runner.run(runner.prepare(make_batch(parts, block_size=BLOCK_SIZE)))
+        whole = tp.all_gather(own.T.contiguous()).T
+        finished = [idx for idx, part in zip(active, parts, strict=True) if part.wants_logits]
+        for idx, logits in zip(finished, whole, strict=True):
+            rows[idx].append(logits)
+            seqs[idx].append(int(logits.argmax()))
+    tokens = [seq[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)]
+    return tokens, torch.stack([torch.stack(own) for own in rows])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_tokens_and_logits_equal_the_oracle(checkpoint: Checkpoint, tp_size: int) -> None:
+    results = run_group(tp_size, lambda tp: generate(load_tiny_model(checkpoint.folder, tp), tp, PROMPTS))
+    for tokens, logits in results:
+        assert tokens == checkpoint.tokens
+        assert torch.equal(logits, results[0][1])
+        torch.testing.assert_close(logits, checkpoint.logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 16])
+def test_chunks_of_a_prompt_see_the_whole_past(checkpoint: Checkpoint, chunk: int) -> None:
+    """Chunks that end in the middle of a block, at its edge, and of one token, beside sequences that decode."""
+    tp = SingleCollectives()
+    tokens, logits = generate(load_tiny_model(checkpoint.folder), tp, PROMPTS, chunk=chunk)
+    assert tokens == checkpoint.tokens
+    torch.testing.assert_close(logits, checkpoint.logits, rtol=0, atol=1e-9)
+
+
+# (world, dp, ep): tp is world / dp
+LAYOUTS = [(1, 1, 1), (2, 2, 2), (2, 2, 1), (3, 3, 3), (4, 2, 4), (4, 4, 4), (4, 2, 2), (4, 1, 2), (4, 4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_moe_tokens"), list(zip(LAYOUTS, [7, 1, 100, 7, None, 1, 7, 1, 100], strict=True)), ids=str
+)
+def test_layouts_equal_the_oracle(
+    checkpoint: Checkpoint, layout: tuple[int, int, int], max_moe_tokens: int | None
+) -> None:
+    """Groups with prompts of their own and of other lengths; where one has fewer tokens, the others' differ."""
+    world_size, dp, ep = layout
+
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> list[tuple[list[int], Tensor]]:
+        model = load_layout(checkpoint.folder, mesh, world, tp, max_moe_tokens)
+        return generate_in_groups(model, mesh, world, tp)
+
+    for rank, result in enumerate(run_mesh(world_size, main, dp=dp, ep=ep)):
+        mesh = Mesh.create(world=world_size, rank=rank, dp=dp, ep=ep)
+        for idx, (tokens, logits) in zip(group_prompts(mesh), result, strict=True):
+            assert tokens == checkpoint.tokens[idx]
+            torch.testing.assert_close(logits, checkpoint.logits[idx], rtol=0, atol=1e-9)
+
+
+def load_layout(folder: Path, mesh: Mesh, world: Collectives, tp: Collectives, max_moe_tokens: int | None) -> Decoder:
+    model = build_model(
+        parse_config(read_config(folder)),
+        tp=tp,
+        mesh=mesh,
+        world=world,
+        max_moe_tokens=max_moe_tokens,
+        dtype=torch.float64,
+        device=CPU,
+    )
+    fill(model, safetensors_torch.load_file(folder / "model.safetensors"))
+    return model
+
+
+def group_prompts(mesh: Mesh) -> range:
+    """The prompts of a group: the last group has none of them where there are more groups than prompts."""
+    return range(mesh.dp_rank, len(PROMPTS), mesh.dp)
+
+
+def generate_in_groups(
+    model: Decoder, mesh: Mesh, world: Collectives, tp: Collectives
+) -> list[tuple[list[int], Tensor]]:
+    """As `generate`, one prompt after another; a group that is done runs dummies in lockstep with the others."""
+    own = group_prompts(mesh)
+    num_rounds = -(-len(PROMPTS) // mesh.dp)
+    results: list[tuple[list[int], Tensor]] = []
+    for turn in range(num_rounds):
+        prompt = PROMPTS[own[turn]] if turn < len(own) else None
+        runner = make_runner(model, tp, 1)
+        seq = list(prompt or [])
+        rows: list[Tensor] = []
+        for step in range(NUM_TOKENS):
+            ids: Any = seq if step == 0 else seq[-1:]
+            batch = Batch.dummy()
+            if prompt is not None:
+                part = Part(token_ids=ids, start=len(seq) - len(ids), pages=range(7))
+                batch = make_batch([part], block_size=BLOCK_SIZE)
+            real = torch.tensor([batch.num_tokens if prompt is not None else 0])
+            rank_tokens = tuple(world.all_gather(real).tolist())
+            inputs = replace(runner.prepare(batch), rank_tokens=rank_tokens, eager_prefill=step == 0)
+            logits = tp.all_gather(runner.run(inputs).T.contiguous()).T
+            assert bool(logits.isfinite().all())
+            if prompt is not None:
+                rows.append(logits[0])
+                seq.append(int(logits[0].argmax()))
+        if prompt is not None:
+            results.append((seq[len(prompt) :], torch.stack(rows)))
+    return results
