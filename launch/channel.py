@@ -1,8 +1,8 @@
 """The control plane over MPI: small messages between ranks in which no wait blocks in C.
 
-Every wait tests its request in Python, so that signals and the alarm are seen within a millisecond: a rank that sits
+Every wait tests its request in Python, so that signals and the alarm are seen within milliseconds: a rank that sits
 in a blocking MPI call sees neither, and burns a core. A wait that expects its message soon first yields, then sleeps
-50 us at a time; an idle one sleeps up to 1 ms (0.02 core).
+50 us at a time; an idle one sleeps up to 2 ms (0.02 core).
 
 News and records have a communicator each, so that collectives of two kinds never meet; outputs and wake-ups share one
 and differ in tag. A broadcast sends a header of fixed size with a short payload in it, so that the usual news costs one
@@ -34,7 +34,7 @@ _WAKE_TAG = 2
 _YIELDS = 100
 _BUSY_SLEEP_S = 50e-6
 _FIRST_SLEEP_S = 10e-6
-_IDLE_SLEEP_S = 1e-3
+_IDLE_SLEEP_S = 2e-3
 
 
 def poll(ready: Callable[[], bool], alarm: Alarm, *, idle: bool, on_poll: Callable[[], None] | None = None) -> None:

@@ -15,7 +15,7 @@ if sys.argv[2] == "before MPI" and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
 
 import numpy as np
 
-from dist_infer.errors import ExitCode
+from dist_infer.errors import ExitCode, PeerFailedError
 from dist_infer.launch.pool import Pool, run_pool
 from dist_infer.launch.world import World, run_world
 
@@ -60,8 +60,13 @@ def steps(world: World) -> int:
             control.receive_news(lambda: None, idle=False)
         if step == 20:
             meet_fault(world)
-        control.post_record(np.array([step, world.signals.stop_requested()]))
-        table = control.wait_table()
+        try:
+            control.post_record(np.array([step, world.signals.stop_requested()]))
+            table = control.wait_table()
+        except PeerFailedError:
+            time.sleep(0.5)  # a peer that aborts as soon as it can would cut this short
+            print(f"rank {world.rank} has answered what was open", flush=True)
+            raise
         stop = bool(table[:, 1].any())
         time.sleep(1e-3)
     if world.rank == 0:

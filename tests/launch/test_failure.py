@@ -125,6 +125,8 @@ RANK_FAULTS = {
 PHASES = ("start-up", "step", "pool")
 CELLS = {
     **{(fault, phase): says for fault, says in RANK_FAULTS.items() for phase in PHASES},
+    ("exception", "step"): (*RANK_FAULTS["exception"], "rank 0 has answered what was open"),
+    ("exit", "step"): (*RANK_FAULTS["exit"], "rank 0 has answered what was open"),
     **{(sent, phase): ("rank 0", "got SIGTERM") for sent in ("SIGINT", "SIGTERM") for phase in PHASES},
     ("hard exit", "step"): ("rank 1", "exiting"),
     ("exception", "blocked"): ("rank 1", "ValueError: broken on purpose"),
