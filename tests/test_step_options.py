@@ -202,10 +202,10 @@ def test_a_stop_id_before_min_tokens_does_not_end_the_request() -> None:
 def test_plain_requests_cost_nothing_and_digests_see_options() -> None:
     driver = Driver(CONFIG)
     plain = driver.step(request(0, [1, 2], max_tokens=2))
-    assert plain is not None and plain.edits is plain.scores is plain.min_p is None
+    assert plain is not None and (plain.edits, plain.scores, plain.min_p) == (None, None, None)
     digests = set()
     for sampling in ({"min_p": 0.2}, {"min_p": 0.3}, {"logit_bias": ((1, 1.0),)}, {"logprobs": 1}, {"logprobs": 2}, {}):
-        batch = ScoredDriver(CONFIG).step(request(0, [1, 2], max_tokens=2, **sampling))  # type: ignore[arg-type]
+        batch = ScoredDriver(CONFIG).step(request(0, [1, 2], max_tokens=2, **sampling))
         assert batch is not None
         digests.add(batch_digest(batch))
     assert len(digests) == 5, "all differ but for the number of likeliest tokens, which is no array"

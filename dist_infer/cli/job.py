@@ -19,6 +19,7 @@ from dist_infer.dispatcher import Dispatcher
 from dist_infer.engine import Engine
 from dist_infer.intake.batch_file import Answers, Lines, open_files
 from dist_infer.intake.batch_job import BatchJob
+from dist_infer.intake.sampling_defaults import read_sampling_defaults
 from dist_infer.intake.text import collect_eos_ids, open_text
 from dist_infer.intake.validate import RequestLimits
 from dist_infer.kv_cache import KVCache
@@ -168,6 +169,7 @@ def _open_batch(
             vocab_size=plan.config.vocab_size,
             max_model_len=config.max_model_len,
             check_fits=lambda request: check_fits(request, config),
+            defaults=read_sampling_defaults(plan.folder.generation_config),
         ),
         eos_token_ids=collect_eos_ids(plan.config.eos_token_ids, plan.folder.generation_config, text),
         model_name=plan.folder.path.name,

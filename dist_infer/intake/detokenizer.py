@@ -56,7 +56,7 @@ class Detokenizer(Protocol):
 class Vocabulary:
     """What decoding needs to know about a tokenizer, looked up once a model.
 
-    Special tokens and ids that the tokenizer doesn't know (a padded vocabulary) give no text.
+    Ids that the tokenizer doesn't know (a padded vocabulary) give no text, nor do special tokens unless asked for.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -65,18 +65,47 @@ class Vocabulary:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.kind: DecoderKind = _decoder_kind(json.loads(tokenizer.to_str())["decoder"])
 
-    def token(self, token_id: int) -> str | None:
+    def token(self, token_id: int, *, skip_special: bool = True) -> str | None:
         """The token's own spelling, None if it gives no text."""
-        return None if token_id in self._special_ids else self.tokenizer.id_to_token(token_id)
+        return None if skip_special and token_id in self._special_ids else self.tokenizer.id_to_token(token_id)
 
-    def open(self) -> Detokenizer:
-        """A detokenizer for one request."""
-        return _ByteDetokenizer(self) if self.kind == "bytes" else _WindowDetokenizer(self)
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in the middle of a text; it may be a part of a character.
+
+        A special token stands for its own spelling, an id that the tokenizer doesn't know for nothing.
+        """
+        token = self.token(token_id, skip_special=False)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return token.encode()
+        if self.kind == "bytes":
+            return spelt_bytes(token)
+        if self.kind == "byte_runs" and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        # The first token of a text may lose a space: what the second of two adds is the token's own.
+        once, twice = (self.tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return str(twice[len(once) :]).encode()
+
+    def open(self, *, skip_special: bool = True) -> Detokenizer:
+        """A detokenizer for one request; it shows special tokens unless they are skipped."""
+        if self.kind == "bytes":
+            return _ByteDetokenizer(self, skip_special=skip_special)
+        return _WindowDetokenizer(self, skip_special=skip_special)
+
+
+def spelt_bytes(token: str) -> bytes:
+    """The bytes of a token of byte-level BPE."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # an added token with a space or other text outside the alphabet stands for itself
+        return token.encode()
 
 
 class _ByteDetokenizer:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
         self._vocabulary = vocabulary
+        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -86,25 +115,21 @@ class _ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
     def _bytes(self, token_id: int) -> bytes:
-        token = self._vocabulary.token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes([_BYTE_OF_CHAR[char] for char in token])
-        except KeyError:  # an added token with a space or other text outside the alphabet stands for itself
-            return token.encode()
+        token = self._vocabulary.token(token_id, skip_special=self._skip_special)
+        return b"" if token is None else spelt_bytes(token)
 
 
 class _WindowDetokenizer:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
         self._vocabulary = vocabulary
+        self._skip_special = skip_special
         self._window: list[int] = []  # the piece before, then what has not been emitted
         self._emitted_len = 0  # tokens of the window whose text is out
 
     def push(self, token_ids: Iterable[int]) -> str:
         text = ""
         for token_id in token_ids:
-            token = self._vocabulary.token(token_id)
+            token = self._vocabulary.token(token_id, skip_special=self._skip_special)
             if token is None:
                 continue
             self._window.append(token_id)

@@ -51,11 +51,11 @@ def read_int(body: Body, name: str, *, low: int, high: int) -> int | None:
     return value
 
 
-def read_number(body: Body, name: str, *, default: float, low: float, high: float, above_low: bool = False) -> float:
-    """A number from `low` to `high` (above `low` if so asked), or `default` where the field is absent."""
+def read_number(body: Body, name: str, *, low: float, high: float, above_low: bool = False) -> float | None:
+    """A number from `low` to `high` (above `low` if so asked), or None where the field is absent."""
     value = body.get(name)
     if value is None:
-        return default
+        return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong_type(name, value, "a number")
     # Compared before float(): an integer of JSON may be too large for a float, and a NaN fails every comparison.
@@ -65,11 +65,11 @@ def read_number(body: Body, name: str, *, default: float, low: float, high: floa
     return float(value)
 
 
-def read_bool(body: Body, name: str) -> bool:
-    """A flag; False where the field is absent."""
+def read_flag(body: Body, name: str, *, default: bool = False) -> bool:
+    """True or false; `default` where the field is absent."""
     value = body.get(name)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise wrong_type(name, value, "true or false")
     return value

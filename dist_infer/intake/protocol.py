@@ -7,48 +7,32 @@ Whatever would change the answer and is not implemented is refused with the name
 Checks are written by hand: a request is small, and each message names the field, the value and what would be
 right.
 
-Source: the OpenAI batch, chat-completion and completion objects; top_k, ignore_eos and return_token_ids as vLLM
-spells them.
+Source: the OpenAI batch, chat-completion and completion objects; return_token_ids as vLLM spells it.
 """
 
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from dist_infer.errors import RequestError
+from dist_infer.intake import sampling_fields
 from dist_infer.intake.fields import (
     Body,
     check_text,
     is_int,
     missing,
-    read_bool,
-    read_int,
-    read_number,
+    read_flag,
     show,
     wrong_type,
 )
-
-Endpoint = Literal["chat", "completion"]
+from dist_infer.intake.sampling_fields import Endpoint, SamplingFields, read_sampling
 
 ENDPOINTS: Mapping[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-MAX_TEMPERATURE = 2.0
-INT32_MAX = 2**31 - 1
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_READ = (
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "ignore_eos",
-    "return_token_ids",
-    "model",
-)
+_READ = (*sampling_fields.FIELDS, "return_token_ids", "model")
 _HARMLESS = (
     "user",
     "metadata",
@@ -62,26 +46,12 @@ _HARMLESS = (
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
     "stream": (False,),
     "stream_options": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
     "tools": ([],),
-    "top_logprobs": (),
 }
 _MESSAGE_FIELDS = frozenset(("role", "content", "name"))
 
@@ -92,7 +62,7 @@ ChatMessage = dict[str, str]
 class ParsedRequest:
     """A request whose fields are right in themselves; nothing is known of the model yet.
 
-    A completion has `prompt` (text or token ids), a chat has `messages`. None in `max_tokens` and `seed`: not given.
+    A completion has `prompt` (text or token ids), a chat has `messages`.
     """
 
     line: int
@@ -100,12 +70,7 @@ class ParsedRequest:
     endpoint: Endpoint
     prompt: str | tuple[int, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    ignore_eos: bool = False
+    sampling: SamplingFields = field(default_factory=SamplingFields)
     return_token_ids: bool = False
 
 
@@ -212,13 +177,8 @@ def _parse_body(line: int, custom_id: str, endpoint: Endpoint, body: Body) -> Pa
         endpoint=endpoint,
         prompt=_prompt(body) if endpoint == "completion" else (),
         messages=_messages(body) if endpoint == "chat" else (),
-        max_tokens=_max_tokens(body),
-        temperature=read_number(body, "temperature", default=1.0, low=0.0, high=MAX_TEMPERATURE),
-        top_k=max(0, read_int(body, "top_k", low=-1, high=INT32_MAX) or 0),
-        top_p=read_number(body, "top_p", default=1.0, low=0.0, high=1.0, above_low=True),
-        seed=read_int(body, "seed", low=INT64_MIN, high=INT64_MAX),
-        ignore_eos=read_bool(body, "ignore_eos"),
-        return_token_ids=read_bool(body, "return_token_ids"),
+        sampling=read_sampling(endpoint, body),
+        return_token_ids=read_flag(body, "return_token_ids"),
     )
 
 
@@ -252,18 +212,6 @@ def _unknown(name: str, known: tuple[str, ...], *, hint: str = "") -> RequestErr
     return RequestError(
         f"unknown field {show(name)}" + (f": {hint}" if hint else ""), param=name, code="unknown_parameter"
     )
-
-
-def _max_tokens(body: Body) -> int | None:
-    old = read_int(body, "max_tokens", low=1, high=INT32_MAX)
-    new = read_int(body, "max_completion_tokens", low=1, high=INT32_MAX)
-    if old is not None and new is not None and old != new:
-        raise RequestError(
-            f"max_tokens is {old} and max_completion_tokens is {new}: give one of them",
-            param="max_completion_tokens",
-            code="invalid_value",
-        )
-    return old if new is None else new
 
 
 def _prompt(body: Body) -> str | tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What became of a line -> its record in the output: OpenAI's batch output form, strict JSON, one line each.
 
-Source: the OpenAI batch output, chat-completion and completion objects; token_ids in a choice as vLLM spells it.
+Source: the OpenAI batch output, chat-completion and completion objects; token_ids, stop_reason and prompt_logprobs as
+vLLM spells them.
 """
 
 import json
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.protocol import Endpoint
+from dist_infer.intake.sampling_fields import Endpoint
 
 JsonObject = dict[str, object]
 
@@ -16,18 +17,32 @@ JOB_FAILED = "job_failed"  # the error code of a Failure: a resumed run answers 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the `n` answers to a request.
+
+    `stop_reason` is the stop string or token id of the request that ended it, None for the model's own end. `token_ids`
+    is given where the request asked for the ids, `logprobs` and `prompt_logprobs` in the form of the endpoint.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    token_ids: tuple[int, ...] | None = None
+    stop_reason: str | int | None = None
+    logprobs: JsonObject | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A request that was served. `token_ids` is given where the request asked for the ids."""
+    """A request that was served. `prompt_logprobs` are given where it asked for them."""
 
     line: int
     custom_id: str
     endpoint: Endpoint
-    text: str
-    finish_reason: Literal["stop", "length"]
+    choices: tuple[Choice, ...]
     prompt_len: int
-    completion_len: int  # counts the end-of-sequence token
+    completion_len: int  # of all choices; counts end-of-sequence tokens
     created: int  # seconds since 1970
-    token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: list[JsonObject | None] | None = None
     digest: str = ""
 
 
@@ -86,23 +101,34 @@ def _error_body(error: RequestError) -> JsonObject:
 
 def _completion(answer: Answer, model: str) -> JsonObject:
     is_chat = answer.endpoint == "chat"
-    choice: JsonObject = {"index": 0}
-    if is_chat:
-        choice["message"] = {"role": "assistant", "content": answer.text}
-    else:
-        choice["text"] = answer.text
-    choice |= {"finish_reason": answer.finish_reason, "logprobs": None}
-    if answer.token_ids is not None:
-        choice["token_ids"] = list(answer.token_ids)
-    return {
+    body: JsonObject = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.line}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": answer.created,
         "model": model,
-        "choices": [choice],
+        "choices": [_choice(answer, idx, choice) for idx, choice in enumerate(answer.choices)],
         "usage": {
             "prompt_tokens": answer.prompt_len,
             "completion_tokens": answer.completion_len,
             "total_tokens": answer.prompt_len + answer.completion_len,
         },
     }
+    if is_chat and answer.prompt_logprobs is not None:
+        body["prompt_logprobs"] = answer.prompt_logprobs
+    return body
+
+
+def _choice(answer: Answer, idx: int, choice: Choice) -> JsonObject:
+    value: JsonObject = {"index": idx}
+    if answer.endpoint == "chat":
+        value["message"] = {"role": "assistant", "content": choice.text}
+    else:
+        value["text"] = choice.text
+    value |= {"finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
+    if choice.stop_reason is not None:
+        value["stop_reason"] = choice.stop_reason
+    if choice.token_ids is not None:
+        value["token_ids"] = list(choice.token_ids)
+    if answer.endpoint == "completion" and answer.prompt_logprobs is not None:
+        value["prompt_logprobs"] = answer.prompt_logprobs
+    return value

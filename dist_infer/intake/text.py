@@ -52,9 +52,13 @@ class TextCodec:
             )
         return self._encode(self._template.render(messages), "messages", add_special_tokens=False)
 
-    def open_detokenizer(self) -> Detokenizer:
+    def open_detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """A detokenizer for one request."""
-        return self._vocabulary.open()
+        return self._vocabulary.open(skip_special=skip_special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; it may be a part of a character."""
+        return self._vocabulary.token_bytes(token_id)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:

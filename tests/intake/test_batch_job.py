@@ -11,7 +11,7 @@ from dist_infer.intake.batch_job import BatchJob
 from dist_infer.intake.text import open_text
 from dist_infer.intake.validate import RequestLimits
 from dist_infer.log import ProgressView
-from dist_infer.types import FinishReason, Request, StepOutput
+from dist_infer.types import FinishReason, Request, StepOutput, TokenScore
 from tests.intake.tiny_text import write_text_folder
 
 END = 1  # <|im_end|>
@@ -150,7 +150,7 @@ def test_a_bad_line_is_answered_at_once_and_costs_nothing_else(tmp_path: Path) -
     lines: list[object] = [
         {"prompt": [1], "custom_id": "good"},
         "{broken",
-        {"prompt": "x", "n": 4, "custom_id": "n"},
+        {"prompt": "x", "n": 400, "custom_id": "n"},
         {"prompt": [NUM_IDS], "custom_id": "vocabulary"},
         {"prompt": "", "custom_id": "empty"},
         {"prompt": [1], "max_tokens": 4000, "custom_id": "long"},
@@ -256,6 +256,8 @@ def any_line(st: Any) -> Any:
     """A hypothesis strategy: lines of JSON that resemble requests more or less, and lines of bytes."""
     names = ["prompt", "messages", "max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "model"]
     names += ["custom_id", "method", "url", "body", "ignore_eos", "return_token_ids", "role", "content"]
+    names += ["min_p", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "min_tokens"]
+    names += ["prompt_logprobs", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"]
     urls = ["/v1/completions", "/v1/chat/completions"]
     words = st.sampled_from(["POST", "user", "\ud800", *urls])
     scalars = st.one_of(
@@ -270,7 +272,19 @@ def any_line(st: Any) -> Any:
     )
     objects = st.dictionaries(st.one_of(st.sampled_from(names), st.text(max_size=4)), values, max_size=6)
     prompt = st.one_of(st.text(max_size=9), st.lists(st.integers(0, 510), max_size=4), values)
-    completions = st.fixed_dictionaries({"prompt": prompt}, optional={"max_tokens": st.integers(0, 3), "top_k": values})
+    options = {
+        "max_tokens": st.integers(0, 3),
+        "top_k": values,
+        "n": st.integers(1, 4),
+        "stop": st.sampled_from(["a", ["b", "\n"], "7"]),
+        "logprobs": st.integers(0, 3),
+        "prompt_logprobs": st.integers(0, 3),
+        "logit_bias": st.dictionaries(st.sampled_from(["0", "7", "499"]), st.floats(-100, 100), max_size=2),
+        "min_tokens": st.integers(0, 2),
+        "repetition_penalty": st.floats(0.01, 2),
+        "skip_special_tokens": st.booleans(),
+    }
+    completions = st.fixed_dictionaries({"prompt": prompt}, optional=options)
     message = st.fixed_dictionaries({"role": words, "content": prompt})
     chats = st.fixed_dictionaries({"messages": st.lists(st.one_of(message, values), max_size=3)})
     envelopes = st.fixed_dictionaries(
@@ -281,9 +295,81 @@ def any_line(st: Any) -> Any:
             "body": st.one_of(completions, chats, objects),
         }
     )
-    as_json = st.one_of(objects, completions, chats, envelopes).map(lambda value: json.dumps(value).encode())
+    as_json = st.one_of(objects, completions, completions, chats, envelopes).map(lambda value: json.dumps(value).encode())
     as_bytes = st.binary(max_size=40).map(lambda data: data.replace(b"\n", b""))
     return st.one_of(as_json, as_json, as_json, as_bytes)
+
+
+def any_output(request: Request) -> StepOutput:
+    """Two tokens that end a request, with all scores that it asks for."""
+    asked, tokens = request.sampling, (7, END)
+
+    def scores(num_top: int | None, token_ids: tuple[int, ...]) -> tuple[TokenScore, ...]:
+        if num_top is None:
+            return ()
+        return tuple(TokenScore(token, -9999.0, 3, ((token, -0.5), (499, -1.0))[:num_top]) for token in token_ids)
+
+    return StepOutput(
+        request_id=request.request_id,
+        token_ids=tokens,
+        finish_reason="stop",
+        scores=scores(asked.logprobs, tokens),
+        prompt_scores=scores(asked.prompt_logprobs, request.prompt_ids[1:]),
+    )
+
+
+def test_n_answers_are_one_record_in_their_order(tmp_path: Path) -> None:
+    """Their requests end in any order, and the prompt counts once."""
+    desk = Desk(tmp_path, [{"prompt": "Once", "n": 3, "max_tokens": 5}, {"prompt": [4]}])
+    first, second, third = desk.job.poll(1).requests
+    assert [request.request_id for request in (first, second, third)] == [0, 1, 2], "a line is never cut in two"
+    finish(desk.job, third, desk.ids("c"))
+    finish(desk.job, first, (*desk.ids("a"), END), "stop")
+    assert desk.records() == {} and not desk.job.exhausted
+    finish(desk.job, second, desk.ids("b"))
+    body = desk.records()["line-1"]["response"]["body"]
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "b"), (2, "c")]
+    assert body["usage"] == {
+        "prompt_tokens": len(first.prompt_ids),
+        "completion_tokens": 4,
+        "total_tokens": 4 + len(first.prompt_ids),
+    }
+    assert (desk.job.num_done, desk.job.num_output_tokens) == (1, 4)
+    (last,) = desk.job.poll(1).requests
+    assert last.request_id == 3
+
+
+def test_a_line_of_several_answers_fails_once(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [{"prompt": [1], "n": 3}])
+    first, *_ = desk.job.poll(9).requests
+    finish(desk.job, first, (7,))
+    desk.job.fail_open("rank 1 died")
+    assert len(desk.out.read_bytes().splitlines()) == desk.job.num_failed == 1
+
+
+def test_a_stop_string_ends_the_request_here_and_then_in_the_pool(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [{"prompt": "x", "stop": "ab", "max_tokens": 50}, {"prompt": [3]}])
+    request, _ = desk.job.poll(9).requests
+    for text in ("x", "a"):
+        desk.job.deliver(StepOutput(request_id=request.request_id, token_ids=desk.ids(text)))
+    assert not desk.job.poll(0).aborts
+    desk.job.deliver(StepOutput(request_id=request.request_id, token_ids=desk.ids("b")))
+    choice = desk.choice("line-1")
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("x", "stop", "ab")
+    desk.job.deliver(StepOutput(request_id=request.request_id, token_ids=desk.ids("c")))  # still under way
+    assert list(desk.job.poll(0).aborts) == [request.request_id]
+    assert not desk.job.poll(0).aborts
+    assert desk.records()["line-1"]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_a_stop_string_needs_a_tokenizer(tmp_path: Path) -> None:
+    desk = Desk(
+        tmp_path, [{"prompt": [4], "stop": "x"}, {"prompt": [4], "stop_token_ids": [5], "logprobs": 1}], tokenizer=False
+    )
+    (request,) = desk.job.poll(9).requests
+    desk.job.deliver(any_output(request))
+    assert desk.records()["line-1"]["response"]["body"]["error"]["code"] == "no_tokenizer"
+    assert desk.choice("line-2")["logprobs"]["tokens"] == ["token_id:7", f"token_id:{END}"]
 
 
 def test_any_lines_give_one_record_each(tmp_path: Path) -> None:
@@ -305,14 +391,14 @@ def test_any_lines_give_one_record_each(tmp_path: Path) -> None:
         for request in requests:
             fits(request)
             assert all(0 <= token_id < NUM_IDS for token_id in request.prompt_ids)
-            finish(desk.job, request, (7, END), "stop")
+            desk.job.deliver(any_output(request))
         assert desk.job.exhausted
         desk.job.close()
         records = [json.loads(record, parse_constant=pytest.fail) for record in desk.out.read_bytes().splitlines()]
         first_is_bom = bool(lines) and lines[0] == b"\xef\xbb\xbf"
         assert len(records) == sum(bool(data.strip()) for data in lines) - first_is_bom
         served = [record for record in records if record["response"]["status_code"] == 200]
-        assert len(served) == len(requests)
+        assert sum(len(record["response"]["body"]["choices"]) for record in served) == len(requests)
         num_served += len(served)
         num_refused += len(records) - len(served)
 

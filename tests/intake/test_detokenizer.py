@@ -97,3 +97,31 @@ def test_bytes_that_never_become_a_character_are_not_held_back() -> None:
     (continuation,) = ids_of(tokenizer, ["Ģ"])  # byte 0x80
     assert tokenizer.decode([continuation]) == "\N{REPLACEMENT CHARACTER}"
     assert pieces_of(Vocabulary(tokenizer), [continuation] * 5) == ["\N{REPLACEMENT CHARACTER}"] * 5 + [""]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_special_tokens_are_shown_on_demand(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    vocabulary = Vocabulary(tokenizer)
+    source = random.Random(2)
+    for trial in range(200):
+        token_ids = [source.randrange(tokenizer.get_vocab_size()) for _ in range(source.choice([0, 1, 3, 9]))]
+        token_ids.insert(source.randint(0, len(token_ids)), 0)  # a special one
+        detokenizer = vocabulary.open(skip_special=False)
+        text = "".join(detokenizer.push([token_id]) for token_id in token_ids) + detokenizer.finish()
+        assert text == tokenizer.decode(token_ids, skip_special_tokens=False), f"trial {trial}: {token_ids}"
+
+
+def test_bytes_of_single_tokens() -> None:
+    vocabulary = Vocabulary(byte_level_tokenizer())
+    tokenizer = vocabulary.tokenizer
+    smile = tokenizer.encode("\U000fffff").ids
+    assert b"".join(vocabulary.token_bytes(token_id) for token_id in smile) == "\U000fffff".encode()
+    assert vocabulary.token_bytes(0) == b"<|im_start|>"
+    assert vocabulary.token_bytes(10**6) == b""
+    vocabulary = Vocabulary(byte_fallback_tokenizer())
+    ids = ids_of(vocabulary.tokenizer, ["<0xE6>", "▁hello", "lo", "</s>", "é"])
+    assert [vocabulary.token_bytes(token_id) for token_id in ids] == [b"\xe6", b" hello", b"lo", b"</s>", "é".encode()]
+    vocabulary = Vocabulary(word_piece_tokenizer())
+    ids = ids_of(vocabulary.tokenizer, ["hello", "##ing", "."])
+    assert [vocabulary.token_bytes(token_id) for token_id in ids] == [b" hello", b"ing", b"."]

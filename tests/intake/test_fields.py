@@ -1,14 +1,15 @@
 import pytest
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.fields import read_bool, read_int, read_number, show
+from dist_infer.intake.fields import read_flag, read_int, read_number, show
 
 
 def test_null_counts_as_absent() -> None:
     body = {"a": None}
     assert read_int(body, "a", low=0, high=9) is None
-    assert read_number(body, "a", default=0.5, low=0, high=1) == 0.5
-    assert read_bool(body, "a") is False
+    assert read_number(body, "a", low=0, high=1) is None
+    assert read_flag(body, "a") is False
+    assert read_flag(body, "a", default=True) is True
 
 
 @pytest.mark.parametrize("value", [0, 9])
@@ -27,15 +28,15 @@ def test_a_bool_is_no_number() -> None:
     with pytest.raises(RequestError, match="true"):
         read_int({"a": True}, "a", low=0, high=9)
     with pytest.raises(RequestError, match="true"):
-        read_number({"a": True}, "a", default=0, low=0, high=9)
+        read_number({"a": True}, "a", low=0, high=9)
     with pytest.raises(RequestError, match="true or false"):
-        read_bool({"a": 1}, "a")
+        read_flag({"a": 1}, "a")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, -0.1, 0])
 def test_number_outside_its_range_is_refused(value: float) -> None:
     with pytest.raises(RequestError) as caught:
-        read_number({"a": value}, "a", default=1, low=0, high=1, above_low=True)
+        read_number({"a": value}, "a", low=0, high=1, above_low=True)
     assert caught.value.param == "a"
 
 

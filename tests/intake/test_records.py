@@ -1,15 +1,15 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.records import Answer, Failure, Outcome, Refusal, encode_record
+from dist_infer.intake.records import Answer, Choice, Failure, Outcome, Refusal, encode_record
 
 ANSWER = Answer(
     line=4,
     custom_id="a",
     endpoint="chat",
-    text="Hi\n🙂",
-    finish_reason="stop",
+    choices=(Choice(text="Hi\n🙂", finish_reason="stop"),),
     prompt_len=3,
     completion_len=2,
     created=17,
@@ -55,16 +55,33 @@ def test_completion_with_token_ids() -> None:
         line=4,
         custom_id="a",
         endpoint="completion",
-        text="",
-        finish_reason="length",
+        choices=(Choice(text="", finish_reason="length", token_ids=()),),
         prompt_len=1,
         completion_len=0,
         created=0,
-        token_ids=(),
     )
     body = record(answer)["response"]["body"]
     assert (body["id"], body["object"]) == ("cmpl-4", "text_completion")
     assert body["choices"] == [{"index": 0, "text": "", "finish_reason": "length", "logprobs": None, "token_ids": []}]
+
+
+def test_choices_have_their_own_index_and_the_prompt_counts_once() -> None:
+    choices = (Choice(text="a", finish_reason="stop", stop_reason="\n"), Choice(text="b", finish_reason="length"))
+    body = record(replace(ANSWER, choices=choices, completion_len=7))["response"]["body"]
+    assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [(0, "a"), (1, "b")]
+    assert body["choices"][0]["stop_reason"] == "\n" and "stop_reason" not in body["choices"][1]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+
+
+def test_logprobs_stand_where_clients_look() -> None:
+    choice = Choice(text="a", finish_reason="stop", logprobs={"content": []})
+    scores: list[dict[str, object] | None] = [None, {"5": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
+    chat = record(replace(ANSWER, choices=(choice,), prompt_logprobs=scores))["response"]["body"]
+    assert chat["choices"][0]["logprobs"] == {"content": []}
+    assert chat["prompt_logprobs"] == scores and "prompt_logprobs" not in chat["choices"][0]
+    completion = replace(ANSWER, endpoint="completion", choices=(choice,), prompt_logprobs=scores)
+    body = record(completion)["response"]["body"]
+    assert body["choices"][0]["prompt_logprobs"] == scores and "prompt_logprobs" not in body
 
 
 def test_refusal_has_a_status_and_an_error_body() -> None:
