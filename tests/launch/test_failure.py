@@ -143,7 +143,7 @@ def cells(pytestconfig: pytest.Config) -> dict[tuple[str, str], Cell]:
     if launcher.family != "openmpi":
         pytest.skip("the messages expected of the launcher are Open MPI's")
     made = {key: Cell(*key) for key in CELLS}
-    run_cells(list(made.values()))
+    run_cells(list(reversed(made.values())))  # the long ones first
     capture = pytestconfig.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         print("\n" + table(list(made.values())))
