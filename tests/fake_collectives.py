@@ -18,9 +18,9 @@ T = TypeVar("T")
 class _Table:
     """Where the ranks of a group lay their tensors."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout_s: float = 120) -> None:
         self.tensors: list[Tensor | None] = [None] * size
-        self.barrier = Barrier(size, timeout=120)
+        self.barrier = Barrier(size, timeout=timeout_s)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self.tensors[rank] = x
@@ -88,11 +88,16 @@ def run_group(size: int, main: Callable[[Collectives], T]) -> list[T]:
 
 
 def run_mesh(
-    world: int, main: Callable[[Mesh, Collectives, Collectives], T], *, dp: int = 1, ep: int | None = None
+    world: int,
+    main: Callable[[Mesh, Collectives, Collectives], T],
+    *,
+    dp: int = 1,
+    ep: int | None = None,
+    timeout_s: float = 120,
 ) -> list[T]:
     """main(mesh, world, tp) on a thread a rank; the values by rank, or the first rank's own error."""
     meshes = [Mesh.create(world=world, rank=rank, dp=dp, ep=ep) for rank in range(world)]
-    world_table, tp_tables = _Table(world), [_Table(meshes[0].tp) for _ in range(dp)]
+    world_table, tp_tables = _Table(world, timeout_s), [_Table(meshes[0].tp, timeout_s) for _ in range(dp)]
 
     def run(mesh: Mesh) -> T:
         try:

@@ -45,9 +45,9 @@ def parse_deepseek_v3(fields: Fields) -> ModelConfig:
     fields.one_of("topk_method", ("noaux_tc",), default="noaux_tc")
     interleaved = fields.boolean("rope_interleave", default=True)
     config = _parse_latent(fields, "DeepseekV3ForCausalLM", _V3_DEFAULTS, interleaved=interleaved)
-    return replace(
+    config = replace(config, num_mtp_layers=fields.count("num_nextn_predict_layers", default=1))
+    config = replace(
         config,
-        num_mtp_layers=fields.count("num_nextn_predict_layers", default=1),
         moe=_parse_moe(
             fields,
             config,
@@ -64,6 +64,12 @@ def parse_deepseek_v3(fields: Fields) -> ModelConfig:
             has_bias=True,
         ),
     )
+    if config.moe is not None and 2 * config.moe.num_groups > config.moe.num_experts:
+        raise UsageError(
+            f"config.json: n_group {config.moe.num_groups} leaves one expert a group; groups are compared by their two"
+            " best"
+        )
+    return config
 
 
 def _parse_latent(fields: Fields, architecture: str, defaults: Defaults, *, interleaved: bool) -> ModelConfig:
@@ -83,6 +89,7 @@ def _parse_latent(fields: Fields, architecture: str, defaults: Defaults, *, inte
         fields,
         architecture,
         defaults,
+        head_dim=mla.qk_head_dim,
         rope=partial(_parse_rope, interleaved=interleaved, rotary_dim=mla.qk_rope_head_dim),
     )
     if config.num_kv_heads != config.num_heads:
@@ -90,7 +97,7 @@ def _parse_latent(fields: Fields, architecture: str, defaults: Defaults, *, inte
             f"config.json: num_key_value_heads {config.num_kv_heads} differs from num_attention_heads"
             f" {config.num_heads}: latent attention has one key for each query head"
         )
-    return replace(config, mla=mla, head_dim=mla.qk_head_dim)
+    return replace(config, mla=mla)
 
 
 def _parse_rope(fields: Fields, max_len: int, *, interleaved: bool, rotary_dim: int) -> RopeConfig:

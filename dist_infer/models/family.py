@@ -40,13 +40,14 @@ def parse_decoder(
     defaults: Defaults | None = None,
     *,
     intermediate_size: int | None = None,
+    head_dim: int | None = None,
     partial_rotary: bool = False,
     rope: Callable[[Fields, int], RopeConfig] | None = None,
 ) -> ModelConfig:
     """A dense decoder with grouped-query attention; families change what is theirs.
 
-    `intermediate_size` replaces the field in a model without dense layers; `rope` reads the rotary embedding another
-    way.
+    `intermediate_size` and `head_dim` replace the fields where those mean nothing; `rope` reads the rotary embedding
+    another way.
 
     Errors: UsageError naming the field, its value and what is supported.
     """
@@ -61,7 +62,7 @@ def parse_decoder(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     max_len = fields.positive_int("max_position_embeddings", default=defaults.max_position_embeddings)
-    head_dim = _head_dim(fields, hidden_size, num_heads, defaults.head_dim)
+    head_dim = head_dim or _head_dim(fields, hidden_size, num_heads, defaults.head_dim)
     if rope is None:
         parsed_rope = parse_rope(
             fields, max_len, default_theta=defaults.rope_theta, partial_of=head_dim if partial_rotary else None

@@ -8,6 +8,8 @@ import torch
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.config import RopeConfig
 from dist_infer.layers.rope import RotaryAngles, frequencies
+from dist_infer.models.config_fields import Fields
+from dist_infer.models.rope_fields import parse_rope
 from tests.layers.setups import setup_of
 from tests.tiny_models import LiftToDouble
 
@@ -66,3 +68,42 @@ def test_angles_are_exact_at_large_positions(dtype: torch.dtype) -> None:
             angle = position * 10000.0 ** (-2 * i / 64)
             assert cos[row, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
             assert sin[row, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("mscale", "mscale_all_dim", "truncate"),
+    [(None, None, True), (1.0, 1.0, True), (0.7, 1.3, False), (1.0, None, True)],
+)
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_yarn_is_that_of_transformers(
+    head_dim: int, mscale: float | None, mscale_all_dim: float | None, truncate: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    section = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": truncate,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+    reference = transformers.LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=163840, rope_parameters=dict(section)
+    )
+    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    with LiftToDouble():
+        expected, factor = init(reference, device="cpu")
+    config = parse_rope(Fields({"rope_parameters": section}), 163840)
+    torch.testing.assert_close(frequencies(config, head_dim), expected, rtol=1e-13, atol=0)
+    assert config.angle_factor == pytest.approx(factor, rel=1e-15)
+    angles = RotaryAngles(config, head_dim, setup_of(SingleCollectives()))
+    cos, sin = angles(torch.tensor([0, 1, 5000]))
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, factor**2), rtol=1e-12, atol=0)
+
+
+def test_a_part_of_the_channels_has_its_own_frequencies() -> None:
+    config = RopeConfig(rotary_dim=6)
+    angles = RotaryAngles(config, 128, setup_of(SingleCollectives()))
+    cos, _ = angles(torch.tensor([1]))
+    torch.testing.assert_close(cos[0], frequencies(RopeConfig(), 6).cos(), rtol=0, atol=1e-15)

@@ -1,16 +1,21 @@
 """Tiny random checkpoints of all families with experts against transformers in float64, in every layout."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from dist_infer.checkpoint.coverage import check_coverage
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh, split_heads
+from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
 from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
@@ -160,7 +165,7 @@ def generate_in_groups(
                 batch = make_batch([part], block_size=BLOCK_SIZE)
             real = torch.tensor([batch.num_tokens if prompt is not None else 0])
             rank_tokens = tuple(world.all_gather(real).tolist())
-            inputs = replace(runner.prepare(batch), rank_tokens=rank_tokens, eager_prefill=step == 0)
+            inputs = runner.prepare(batch).agreed(rank_tokens, eager_prefill=step == 0)
             logits = tp.all_gather(runner.run(inputs).T.contiguous()).T
             assert bool(logits.isfinite().all())
             if prompt is not None:
@@ -169,3 +174,77 @@ def generate_in_groups(
         if prompt is not None:
             results.append((seq[len(prompt) :], torch.stack(rows)))
     return results
+
+
+def test_planted_fault_the_past_is_zeroed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that attend over their own tokens only: whole prompts hide it, chunked ones show it at once."""
+    model = load_tiny_model(checkpoint.folder)
+    plan = model.plan_attention
+
+    def forgetful(step: PagedStep) -> Any:
+        query_lens = np.diff(step.host_query_start)
+        kv_lens = np.where(query_lens > 1, query_lens, step.host_kv_lens).astype(np.int32)
+        return plan(replace(step, host_kv_lens=kv_lens, kv_lens=torch.from_numpy(kv_lens)))
+
+    monkeypatch.setattr(model, "plan_attention", forgetful)
+    _, whole = generate(model, SingleCollectives(), PROMPTS)
+    torch.testing.assert_close(whole, checkpoint.logits, rtol=0, atol=1e-9)
+    _, chunked = generate(model, SingleCollectives(), PROMPTS, chunk=15)
+    assert (chunked[1:, 0] - checkpoint.logits[1:, 0]).abs().amax(1).min() > 1e-3
+
+
+def test_planted_fault_a_bias_is_lost(checkpoint: Checkpoint) -> None:
+    """The biases of the test checkpoints change the choice of experts."""
+    model = load_tiny_model(checkpoint.folder)
+    biases = [slot.into for slot in model.weight_slots() if slot.name.endswith("e_score_correction_bias")]
+    if not biases:
+        assert model.config.moe is not None
+        assert not model.config.moe.has_bias
+        return
+    for bias in biases:
+        bias.zero_()
+    _, logits = generate(model, SingleCollectives(), PROMPTS)
+    assert (logits[:, 0] - checkpoint.logits[:, 0]).abs().amax(1).min() > 1e-3
+
+
+def test_planted_fault_an_idle_group_returns_early(checkpoint: Checkpoint) -> None:
+    """Rule 6: without its dummy the others wait in the exchange of the first layer of experts."""
+
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> None:
+        model = load_layout(checkpoint.folder, mesh, world, tp, None)
+        runner = make_runner(model, tp, 1)
+        if mesh.dp_rank == 0:
+            inputs = runner.prepare(make_batch([Part(token_ids=[1, 2], start=0, pages=[0])], block_size=BLOCK_SIZE))
+            runner.run(inputs.agreed((2, 0), eager_prefill=True))
+
+    with pytest.raises(BrokenBarrierError):
+        run_mesh(2, main, dp=2, timeout_s=1)
+
+
+def test_tensors_behind_the_last_layer_are_skipped_or_absent(tmp_path: Path) -> None:
+    for mtp in (False, True):
+        folder = make_tiny(tmp_path / str(mtp), "deepseek-v3", mtp=mtp)
+        model = load_tiny_model(folder)
+        names = safetensors_torch.load_file(folder / "model.safetensors").keys()
+        extra = names - {slot.name for slot in model.weight_slots()}
+        assert len(extra) == (3 if mtp else 0)
+        assert all(any(re.fullmatch(pattern, name) for pattern in model.ignored_weights) for name in extra)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_slots_cover_every_tensor(checkpoint: Checkpoint, tp_size: int) -> None:
+    """The loader's own proof on each rank, and all ranks together hold every element."""
+    tensors = safetensors_torch.load_file(checkpoint.folder / "model.safetensors")
+
+    def main(tp: Collectives) -> list[tuple[str, tuple[range, ...]]]:
+        slots = list(load_tiny_model(checkpoint.folder, tp).weight_slots())
+        check_coverage(slots)
+        return [(slot.name, slot.take) for slot in slots]
+
+    held = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items() if "layers.3." not in name}
+    for rank in run_group(tp_size, main):
+        assert sorted(name for name, _ in rank) == sorted(held)
+        for name, take in rank:
+            held[name][tuple(slice(part.start, part.stop) for part in take)] += 1
+    assert all(bool((count >= 1).all()) for count in held.values())
+    assert all(bool((count == 1).all()) for name, count in held.items() if "experts." in name)

@@ -1,0 +1,36 @@
+"""What the families share."""
+
+import pytest
+
+from dist_infer.errors import UsageError
+from dist_infer.models.config_fields import Fields
+from dist_infer.models.family import check_top_k, number_of_experts, refuse_sliding_window
+from dist_infer.models.registry import FAMILIES
+
+
+def test_each_architecture_is_found_by_its_own_name() -> None:
+    assert all(name == family.architecture for name, family in FAMILIES.items())
+    assert len({family.model_type for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+def test_the_number_of_experts_has_several_names() -> None:
+    assert number_of_experts(Fields({"num_experts": 3}), "num_local_experts", "num_experts") == 3
+    assert number_of_experts(Fields({"num_local_experts": 4}), "num_local_experts", "num_experts") == 4
+    with pytest.raises(UsageError, match="num_local_experts is missing"):
+        number_of_experts(Fields({}), "num_local_experts", "num_experts")
+
+
+@pytest.mark.parametrize("window", [None, 100, 4096])
+def test_a_window_that_hides_nothing_is_fine(window: int | None) -> None:
+    refuse_sliding_window(Fields({"sliding_window": window}), 100)
+
+
+def test_a_window_that_hides_tokens_is_refused() -> None:
+    with pytest.raises(UsageError, match="sliding_window 99 is less than max_position_embeddings 100"):
+        refuse_sliding_window(Fields({"sliding_window": 99}), 100)
+
+
+def test_choices_that_cannot_be_made_are_refused() -> None:
+    check_top_k(8, 4, num_groups=4, num_kept_groups=2)
+    with pytest.raises(UsageError, match="num_experts_per_tok 5 is more than the 4 experts"):
+        check_top_k(8, 5, num_groups=4, num_kept_groups=2)
