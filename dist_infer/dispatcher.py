@@ -103,6 +103,7 @@ class Dispatcher:
         """Rule 19: answer what is open with an error, as far as the output can still be written."""
         with suppress(Exception):  # the error that ends the job is the one to be shown
             self.frontend.fail_open(message)
+        with suppress(Exception):
             self.frontend.close()
 
     def _admit(self, requests: Sequence[Request]) -> tuple[Admission, ...]:

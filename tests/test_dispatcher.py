@@ -113,4 +113,6 @@ def test_a_failure_answers_what_is_open_and_closes_the_output() -> None:
     Dispatcher(queue, 1, 1).fail_open("rank 1 died")
     assert queue.failure == "rank 1 died"
     assert queue.num_closed == 1
-    Dispatcher(Queue(broken=True), 1, 1).fail_open("rank 1 died")  # a full disk doesn't hide the cause
+    broken = Queue(broken=True)
+    Dispatcher(broken, 1, 1).fail_open("rank 1 died")  # a full disk doesn't hide the cause
+    assert broken.num_closed == 1  # and its lock is given back

@@ -13,6 +13,7 @@ _LAUNCHERS = (
     ("mpiexec", "PMI_RANK", "PMI_SIZE"),
     ("a PMIx launcher", "PMIX_RANK", ""),
 )
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Environment:
 
     launcher: Launcher | None
     cache_dir: Path
+    job_id: str | None = None  # of the batch system
 
     @property
     def speaks(self) -> bool:
@@ -42,7 +44,8 @@ class Environment:
 
         Errors: UsageError when no cache folder can be named.
         """
-        return cls(launcher=read_launcher(env), cache_dir=_cache_dir(env))
+        job_id = next((env[name] for name in _JOB_IDS if env.get(name)), None)
+        return cls(launcher=read_launcher(env), cache_dir=_cache_dir(env), job_id=job_id)
 
 
 def read_launcher(env: Mapping[str, str]) -> Launcher | None:

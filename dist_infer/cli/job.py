@@ -5,10 +5,16 @@ Each stage of the start ends with a vote, so that a rank that fails in it is nam
 
 import logging
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from dist_infer import __version__
 from dist_infer.checkpoint.default_model import default_model_path
 from dist_infer.checkpoint.folder import open_model_folder
 from dist_infer.cli.environment import Environment
@@ -17,8 +23,11 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher
 from dist_infer.engine import Engine
-from dist_infer.intake.batch_file import Answers, Lines, open_files
+from dist_infer.errors import UsageError
 from dist_infer.intake.batch_job import BatchJob
+from dist_infer.intake.fingerprint import digest_model
+from dist_infer.intake.job_files import FileOptions, JobFiles
+from dist_infer.intake.line_filter import Shard
 from dist_infer.intake.sampling_defaults import read_sampling_defaults
 from dist_infer.intake.text import collect_eos_ids, open_text
 from dist_infer.intake.validate import RequestLimits
@@ -28,7 +37,8 @@ from dist_infer.log import ProgressView, open_progress, setup_logging
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.scheduler import Scheduler, check_fits
-from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
+from dist_infer.shard import Shard as ModelShard
+from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
 from dist_infer.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
@@ -47,16 +57,30 @@ def run_job(options: RunOptions, environment: Environment) -> int:
 def _serve(options: RunOptions, environment: Environment, world: World) -> int:
     """Everything between the opening of the world and its farewell. Ranks: collective over the world."""
     setup_logging(level=options.log_level, host=world.host, rank=world.rank, size=world.size)
-    files = _stage(world, "open input and output", lambda: _open_files(options) if world.rank == 0 else None)
+    files = _stage(
+        world, "open input and output", lambda: _open_files(options, environment, world) if world.rank == 0 else None
+    )
+    try:
+        return _serve_files(options, environment, world, files)
+    finally:
+        if files is not None:
+            files.close()
+
+
+def _serve_files(options: RunOptions, environment: Environment, world: World, files: JobFiles | None) -> int:
+    """Rank 0 has the files. Ranks: collective over the world."""
+    seed = _agree_on_seed(options, world, files)
     plan = _stage(world, "read the model's folder", lambda: _plan(options, environment, world))
+    _stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
     tp = world.communicators(plan.mesh).tp
-    dummy_seed = options.seed if options.load_format == "dummy" else None
+    dummy_seed = seed if options.load_format == "dummy" else None
     shard = _stage(
         world,
         "load the model",
         lambda: load_shard(plan, tp, dummy_seed=dummy_seed, on_tensor=world.watchdog.progress),
     )
     config = _agree_on_limits(options, plan, world)
+    _stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
     runner = _stage(world, "make the KV cache", lambda: _make_runner(plan, shard, config))
     progress = open_progress(
         under_launcher=environment.launcher is not None, answers_on_stdout=options.output in (None, "-")
@@ -66,7 +90,8 @@ def _serve(options: RunOptions, environment: Environment, world: World) -> int:
         "open the tokenizer",
         lambda: _open_batch(options, plan, config, files, progress) if files is not None else None,
     )
-    _report_ready(world, plan, shard, config)
+    reports = _report_ready(world, plan, shard, config, seed)
+    _stage(world, "begin the output", lambda: _begin_output(options, plan, config, files, reports))
     sampler = Sampler(tp, shard.model.vocab_range, plan.config.vocab_size)
     engine = Engine(
         mesh=plan.mesh,
@@ -77,7 +102,7 @@ def _serve(options: RunOptions, environment: Environment, world: World) -> int:
         stop_requested=world.signals.stop_requested,
         vote=world.vote,
         depth=config.depth,
-        dispatcher=None if job is None else _make_dispatcher(job, plan.mesh, config),
+        dispatcher=None if job is None else _make_dispatcher(job, options, plan.mesh),
     )
     try:
         return int(engine.run())
@@ -101,13 +126,90 @@ def _stage(world: World, name: str, build: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # the vote raises where there is none
 
 
-def _open_files(options: RunOptions) -> tuple[Lines, Answers]:
-    return open_files(
-        input_path=options.input,
-        prompts=options.prompts,
-        output_path=options.output,
-        overwrite=options.overwrite,
+def _open_files(options: RunOptions, environment: Environment, world: World) -> JobFiles:
+    files = JobFiles.open(
+        FileOptions(
+            input_path=options.input,
+            prompts=options.prompts,
+            output_path=options.output,
+            overwrite=options.overwrite,
+            resume=options.resume,
+            shard=Shard(*options.shard) if options.shard is not None else None,
+            seed=options.seed,
+            job_id=environment.job_id,
+        ),
+        on_progress=lambda: world.watchdog.progress("digest of the input"),
     )
+    if files.summary:
+        _log.info("%s", files.summary)
+    return files
+
+
+def _agree_on_seed(options: RunOptions, world: World, files: JobFiles | None) -> int:
+    """Rank 0's seed, once all ranks have the same options: each has read the command line, and maybe a file, itself."""
+    reports = world.vote(
+        "agree on options",
+        None,
+        {"host": world.host, "options": repr(options), "seed": None if files is None else files.seed},
+    )
+
+    def check() -> None:
+        for rank, report in enumerate(reports):
+            if report["options"] != reports[0]["options"]:
+                raise UsageError(
+                    f"rank {rank} on host {report['host']} has other options than rank 0: "
+                    "all ranks need the same command line and the same --config file"
+                )
+
+    _stage(world, "agree on options", check)
+    return int(reports[0]["seed"])
+
+
+def _check_model(options: RunOptions, plan: ShardPlan, files: JobFiles | None) -> None:
+    if files is None or not files.keeps_run_file:
+        return
+    files.check(
+        {
+            "model": digest_model(plan.folder.path, weights=options.load_format != "dummy"),
+            "load_format": options.load_format,
+            "dtype": _name(plan.dtype),
+        }
+    )
+
+
+def _check_limits(config: SchedulerConfig, files: JobFiles | None) -> None:
+    if files is not None:
+        files.check({"max_model_len": config.max_model_len})  # of requests without max_tokens
+
+
+def _begin_output(
+    options: RunOptions,
+    plan: ShardPlan,
+    config: SchedulerConfig,
+    files: JobFiles | None,
+    reports: Sequence[Mapping[str, object]],
+) -> None:
+    if files is not None:
+        files.begin(
+            {
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "hosts": [report["host"] for report in reports],
+                "devices": [report["device"] for report in reports],
+                "layout": {"tp": plan.mesh.tp, "dp": plan.mesh.dp, "ep": plan.mesh.ep},
+                "limits": asdict(config),
+                "options": asdict(options),
+                "model_path": str(plan.folder.path),
+                "versions": _versions(),
+            }
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {"dist_infer": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _plan(options: RunOptions, environment: Environment, world: World) -> ShardPlan:
@@ -147,7 +249,7 @@ def _agree_on_limits(options: RunOptions, plan: ShardPlan, world: World) -> Sche
     )
 
 
-def _make_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig) -> Runner:
+def _make_runner(plan: ShardPlan, shard: ModelShard, config: SchedulerConfig) -> Runner:
     kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
     return Runner(shard.model, kv_cache, max_num_seqs=config.max_num_seqs, device=plan.device)
 
@@ -156,14 +258,13 @@ def _open_batch(
     options: RunOptions,
     plan: ShardPlan,
     config: SchedulerConfig,
-    files: tuple[Lines, Answers],
+    files: JobFiles,
     progress: ProgressView,
 ) -> BatchJob:
-    lines, answers = files
     text = open_text(plan.folder.path)
     return BatchJob(
-        lines=lines,
-        answers=answers,
+        lines=files.lines,
+        answers=files.answers,
         text=text,
         limits=RequestLimits(
             vocab_size=plan.config.vocab_size,
@@ -173,16 +274,21 @@ def _open_batch(
         ),
         eos_token_ids=collect_eos_ids(plan.config.eos_token_ids, plan.folder.generation_config, text),
         model_name=plan.folder.path.name,
-        run_seed=options.seed,
+        run_seed=files.seed,
+        num_failed_before=files.num_failed,
         progress=progress,
     )
 
 
-def _make_dispatcher(job: BatchJob, mesh: Mesh, config: SchedulerConfig) -> Dispatcher:
-    return Dispatcher(job, mesh.dp, max_inflight=_INFLIGHT_PER_SEQ * config.max_num_seqs * mesh.dp)
+def _make_dispatcher(job: BatchJob, options: RunOptions, mesh: Mesh) -> Dispatcher:
+    return Dispatcher(
+        job, mesh.dp, max_inflight=options.max_inflight or _INFLIGHT_PER_SEQ * options.max_num_seqs * mesh.dp
+    )
 
 
-def _report_ready(world: World, plan: ShardPlan, shard: Shard, config: SchedulerConfig) -> None:
+def _report_ready(
+    world: World, plan: ShardPlan, shard: ModelShard, config: SchedulerConfig, seed: int
+) -> list[dict[str, Any]]:
     """One line a rank, from rank 0; `make demo` reads them."""
     reports = world.vote(
         "ready",
@@ -201,11 +307,13 @@ def _report_ready(world: World, plan: ShardPlan, shard: Shard, config: Scheduler
             _log.info("%s", " ".join(f"{name}={value}" for name, value in report.items()))
         mesh = plan.mesh
         _log.info(
-            "tp=%d dp=%d dtype=%s max_model_len=%d num_kv_blocks=%d block_size=%d",
+            "tp=%d dp=%d dtype=%s max_model_len=%d num_kv_blocks=%d block_size=%d seed=%d",
             mesh.tp,
             mesh.dp,
-            str(plan.dtype).removeprefix("torch."),
+            _name(plan.dtype),
             config.max_model_len,
             config.num_kv_blocks,
             config.block_size,
+            seed,
         )
+    return reports

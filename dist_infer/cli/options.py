@@ -17,6 +17,7 @@ DeviceOption = Literal["auto", "cpu", "cuda"]
 LogLevelOption = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_KV_MEMORY_FRACTION: Mapping[str, float] = MappingProxyType({"cuda": 0.9, "cpu": 0.1})  # by device type
+_COUNTS = ("tp", "dp", "max_model_len", "max_num_seqs", "max_num_tokens", "max_inflight", "block_size", "num_kv_blocks")
 STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 _EXAMPLES = """
@@ -35,6 +36,8 @@ class RunOptions:
     prompts: tuple[str, ...] = ()
     output: str | None = None  # a path, or "-" for standard output; None prints the answers to `prompts`
     overwrite: bool = False
+    resume: bool = False
+    shard: tuple[int, int] | None = None  # part K of N, from 1
     model: str | None = None  # None: the embedded default model
     load_format: LoadFormat = "auto"
     tp: int | None = None
@@ -42,13 +45,14 @@ class RunOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_tokens: int = 2048
+    max_inflight: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
     prefix_cache: bool = True
     dtype: DTypeOption = "auto"
     device: DeviceOption = "auto"
-    seed: int = 0
+    seed: int | None = None  # None: a fresh one, or that of the run that is resumed
     log_level: LogLevelOption = "info"
     step_timeout_s: float = 300.0
 
@@ -78,7 +82,7 @@ class RunOptions:
                 )
 
     def _check_numbers(self) -> None:
-        for name in ("tp", "dp", "max_model_len", "max_num_seqs", "max_num_tokens", "block_size", "num_kv_blocks"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_spelling(name)} is {value}; it must be at least 1")
@@ -88,7 +92,9 @@ class RunOptions:
             raise UsageError(f"--kv-memory-fraction is {self.kv_memory_fraction:g}; it must be above 0, at most 1")
         if not (self.step_timeout_s > 0 and math.isfinite(self.step_timeout_s)):
             raise UsageError(f"--step-timeout is {self.step_timeout_s:g}; it must be a number of seconds above 0")
-        if not -(2**63) <= self.seed < 2**63:
+        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
+            raise UsageError(f"--shard is {self.shard[0]}/{self.shard[1]}; in K/N, K counts from 1 to N")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"--seed is {self.seed}; it must fit into 64 bits")
         if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
             raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
@@ -102,6 +108,14 @@ class RunOptions:
             raise UsageError("say where the answers go: -o FILE, or -o - for standard output")
         if self.overwrite and self.output in (None, "-"):
             raise UsageError("--overwrite needs -o FILE: there is no file to replace")
+        if self.resume and self.overwrite:
+            raise UsageError("--resume keeps the output and --overwrite replaces it; give one of them")
+        if self.resume and self.output in (None, "-"):
+            raise UsageError("--resume needs -o FILE: there is no file to continue")
+        if self.resume and self.input in STDIN_NAMES:
+            raise UsageError(f"-i {self.input}: --resume needs an input that can be read again; give -i FILE")
+        if self.shard is not None and self.input is None:
+            raise UsageError("--shard needs -i FILE: prompts are not dealt out")
         if self.load_format == "dummy" and self.model is None:
             raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
         for name in ("input", "output", "model"):
@@ -111,3 +125,16 @@ class RunOptions:
 
 def _spelling(name: str) -> str:
     return {"step_timeout_s": "--step-timeout"}.get(name, "--" + name.replace("_", "-"))
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """K/N as two numbers.
+
+    Errors: UsageError.
+    """
+    if text is None:
+        return None
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise UsageError(f"--shard is {text!r}; it must be K/N, for example 2/8 for the second of 8 parts")
+    return int(parts[0]), int(parts[1])

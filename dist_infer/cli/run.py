@@ -13,6 +13,7 @@ from dist_infer.cli.options import (
     LoadFormat,
     LogLevelOption,
     RunOptions,
+    parse_shard,
 )
 
 _FRACTIONS = ", ".join(f"{fraction:g} on {device}" for device, fraction in DEFAULT_KV_MEMORY_FRACTION.items())
@@ -49,6 +50,22 @@ def run(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output file that exists.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue an output file that a stopped or failed run has left: only what has no answer is computed. "
+            "Without such a file it starts anew.",
+        ),
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="K/N",
+            help="Answer every N-th line only, from line K on, as one of N jobs with an output each. K counts from 1.",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +103,14 @@ def run(
     max_num_tokens: Annotated[
         int, typer.Option("--max-num-tokens", metavar="TOKENS", help="Tokens of one step, per group.")
     ] = 2048,
+    max_inflight: Annotated[
+        int | None,
+        typer.Option(
+            "--max-inflight",
+            metavar="COUNT",
+            help="Requests that are read and not yet answered, of all groups. [default: 4 x max-num-seqs x dp]",
+        ),
+    ] = None,
     block_size: Annotated[
         int, typer.Option("--block-size", metavar="TOKENS", help="Tokens of one KV cache block.")
     ] = 16,
@@ -116,8 +141,13 @@ def run(
         DeviceOption, typer.Option("--device", help="auto: cuda where there is one for each rank, else cpu.")
     ] = "auto",
     seed: Annotated[
-        int, typer.Option("--seed", metavar="INT", help="Seed of requests without one, and of dummy weights.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="INT",
+            help="Seed of requests without one, and of dummy weights. [default: a fresh one, kept in OUT.run.json]",
+        ),
+    ] = None,
     log_level: Annotated[LogLevelOption, typer.Option("--log-level", help="Least level that is logged.")] = "info",
     step_timeout: Annotated[
         float,
@@ -137,6 +167,8 @@ def run(
         prompts=tuple(prompt or ()),
         output=output,
         overwrite=overwrite,
+        resume=resume,
+        shard=parse_shard(shard),
         model=model,
         load_format=load_format,
         tp=tp,
@@ -144,6 +176,7 @@ def run(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
+        max_inflight=max_inflight,
         block_size=block_size,
         num_kv_blocks=num_kv_blocks,
         kv_memory_fraction=kv_memory_fraction,

@@ -1,13 +1,12 @@
 """Lines in, answers out. The reader never waits and holds one line; the writer writes whole lines only."""
 
+import hashlib
 import json
 import os
 import select
 import stat
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from dist_infer.errors import DistInferError, RequestError, UsageError
@@ -26,6 +25,7 @@ class Line:
     number: int
     text: str = ""
     error: RequestError | None = None
+    digest: str = field(default="", compare=False)  # of its bytes without blanks at either end
 
 
 class Lines(Protocol):
@@ -55,7 +55,11 @@ class Answers(Protocol):
 
 
 class LineReader:
-    """Lines of a file or pipe, read lazily: at most one line and one chunk are in memory."""
+    """Lines of a file or pipe, read lazily: at most one line and one chunk are in memory.
+
+    Of a regular file it reads what was there when it was opened: lines that are added later are not, and a file that
+    has become shorter is an error.
+    """
 
     def __init__(self, fd: int, *, name: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._fd = fd
@@ -66,6 +70,8 @@ class LineReader:
         self._buffer = bytearray()
         self._scanned_len = 0  # bytes of the buffer that hold no line end
         self._too_long = False  # inside a line whose beginning was dropped
+        self._dropped = _line_hash()  # of that beginning
+        self._bytes_left = _regular_size(fd)  # None: until the end, wherever it is
         self._number = 0
         self._no_more_bytes = False
         self._next: Line | None = None
@@ -105,12 +111,17 @@ class LineReader:
         """Read a chunk if that needs no waiting."""
         if self._fd < 0 or not self._poll.poll(0):
             return False
+        left = self._bytes_left
         try:
-            chunk = os.read(self._fd, _CHUNK_BYTES)
+            chunk = os.read(self._fd, _CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES))
         except BlockingIOError:
             return False
         except OSError as error:
             raise DistInferError(f"can't read {self._name}: {error.strerror}") from error
+        if left is not None:
+            if left and not chunk:
+                raise DistInferError(f"{self._name} was cut while it was read: {left} bytes are missing")
+            self._bytes_left = left - len(chunk)
         self._no_more_bytes = not chunk
         self._buffer += chunk
         return True
@@ -127,6 +138,7 @@ class LineReader:
             return data
         if len(self._buffer) > self._max_line_bytes:
             self._too_long = True
+            self._dropped.update(self._buffer)
             self._buffer.clear()
         self._scanned_len = len(self._buffer)
         return None
@@ -134,21 +146,26 @@ class LineReader:
     def _line(self, data: bytes) -> Line | None:
         if self._too_long or len(data) > self._max_line_bytes:
             self._too_long = False
+            self._dropped.update(data)
+            digest, self._dropped = self._dropped.hexdigest(), _line_hash()
             return Line(
                 self._number,
                 error=RequestError(f"the line has more than {self._max_line_bytes} bytes", code="line_too_long"),
+                digest=digest,
             )
         if self._number == 1:
             data = data.removeprefix(_BOM)
         data = data.strip()
         if not data:
             return None
+        digest = _line_hash(data).hexdigest()
         try:
-            return Line(self._number, data.decode())
+            return Line(self._number, data.decode(), digest=digest)
         except UnicodeDecodeError as error:
             return Line(
                 self._number,
                 error=RequestError(f"the line is not UTF-8 at byte {error.start + 1}", code="invalid_encoding"),
+                digest=digest,
             )
 
 
@@ -174,51 +191,34 @@ class PromptLines:
         if self.ended():
             return None
         self._taken += 1
-        return Line(self._taken, self._texts[self._taken - 1])
+        text = self._texts[self._taken - 1]
+        return Line(self._taken, text, digest=_line_hash(text.encode()).hexdigest())
 
     def close(self) -> None:
         """Nothing to give back."""
 
 
-class RecordWriter:
-    """Records to a file or to standard output, each in one write of a whole line.
+class RecordStream:
+    """Records to standard output, a pipe or a device, each in one write of a whole line."""
 
-    The file is created at the first record, or at close: a job that fails before leaves none behind.
-    """
-
-    def __init__(self, path: Path | None, *, overwrite: bool = False) -> None:
-        self._path = path  # None: standard output
-        self._overwrite = overwrite
-        self._fd: int | None = None if path is not None else 1
+    def __init__(self, fd: int, *, name: str) -> None:
+        self._fd = fd
+        self._name = name
 
     def write(self, outcome: Outcome, *, model: str) -> None:
         """Write one record; it is with the operating system when this returns."""
-        fd = self._open()
+        if self._fd < 0:
+            raise ValueError("write after close")
         try:
-            _write_all(fd, encode_record(outcome, model=model))
+            _write_all(self._fd, encode_record(outcome, model=model))
         except OSError as error:
-            raise DistInferError(f"can't write {self._path or 'standard output'}: {error.strerror}") from error
+            raise DistInferError(f"can't write {self._name}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Bring a file to the disk and close it. A second call does nothing."""
-        if self._path is None or self._fd == -1:
-            return
-        fd = self._open()
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            os.fsync(fd)
-        os.close(fd)
+        """Close it, standard output apart. A second call does nothing."""
+        if self._fd > 2:
+            os.close(self._fd)
         self._fd = -1
-
-    def _open(self) -> int:
-        if self._fd is None and self._path is not None:
-            replace = os.O_TRUNC if self._overwrite or not _is_regular(self._path) else os.O_EXCL
-            try:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | replace, 0o666)
-            except OSError as error:
-                raise DistInferError(f"can't write {self._path}: {error.strerror}") from error
-        if self._fd is None or self._fd < 0:
-            raise ValueError("write after close")
-        return self._fd
 
 
 class ReadableWriter:
@@ -244,7 +244,7 @@ class ReadableWriter:
     def _print(self, outcome: Outcome) -> None:
         self._next = outcome.line + 1
         if isinstance(outcome, Answer):
-            answer = outcome.choices[0].text
+            answer = outcome.text
         else:
             answer = f"error: {outcome.error if isinstance(outcome, Refusal) else outcome.message}"
         text = f"> {self._prompts[outcome.line - 1]}\n{answer}\n\n"
@@ -273,43 +273,14 @@ def open_lines(path: str) -> LineReader:
     return LineReader(fd, name=path)
 
 
-def open_answers(path: str, *, overwrite: bool, input_path: str | None = None) -> RecordWriter:
-    """Records to a file, or to standard output for "-". Nothing is created or emptied yet.
-
-    Errors: UsageError for a file that exists, that is the input, or that can't be made.
-    """
-    if path == "-":
-        return RecordWriter(None)
-    output = Path(path)
-    if output.is_dir():
-        raise UsageError(f"output {path} is a folder; give a file")
-    if not output.parent.is_dir():
-        raise UsageError(f"output {path}: the folder {output.parent} does not exist")
-    if output.exists():
-        if input_path not in (None, "-") and os.path.samefile(path, str(input_path)):
-            raise UsageError(f"input and output are one file, {path}: give another output")
-        if _is_regular(output) and not overwrite:
-            raise UsageError(f"output {path} exists: give another file, or --overwrite to replace it")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise UsageError(f"output {path} can't be written: permission denied")
-    return RecordWriter(output, overwrite=overwrite)
+def _line_hash(data: bytes = b"") -> "hashlib.blake2b":
+    return hashlib.blake2b(data, digest_size=8)
 
 
-def open_files(
-    *, input_path: str | None, prompts: Sequence[str], output_path: str | None, overwrite: bool
-) -> tuple[Lines, Answers]:
-    """Input and output of a job, checked before anything is loaded. Prompts without an output are answered readably.
-
-    Errors: UsageError naming the file.
-    """
-    lines: Lines = open_lines(input_path) if input_path is not None else PromptLines(prompts)
-    if output_path is None:
-        return lines, ReadableWriter(prompts, sys.stdout)
-    return lines, open_answers(output_path, overwrite=overwrite, input_path=input_path)
-
-
-def _is_regular(path: Path) -> bool:
-    return not path.exists() or path.is_file()
+def _regular_size(fd: int) -> int | None:
+    """Of a regular file that has a size; files that the kernel makes up as they are read have none."""
+    found = os.fstat(fd)
+    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else None
 
 
 def _write_all(fd: int, data: bytes) -> None:

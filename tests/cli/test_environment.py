@@ -30,6 +30,13 @@ def test_launcher(env: dict[str, str], launcher: Launcher | None) -> None:
     assert read_launcher(env) == launcher
 
 
+def test_the_job_of_the_batch_system() -> None:
+    home = {"HOME": "/home/u"}
+    assert Environment.read(home).job_id is None
+    assert Environment.read(home | {"SLURM_JOB_ID": "7"}).job_id == "7"
+    assert Environment.read(home | {"SLURM_JOB_ID": "", "PBS_JOBID": "9.server"}).job_id == "9.server"
+
+
 def test_rank_0_speaks_for_all() -> None:
     home = {"HOME": "/home/u"}
     assert Environment.read(home).speaks

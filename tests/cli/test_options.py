@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from dist_infer.cli.options import STDIN_NAMES, RunOptions
+from dist_infer.cli.options import STDIN_NAMES, RunOptions, parse_shard
 from dist_infer.errors import UsageError
 
 
@@ -42,12 +42,28 @@ def test_defaults() -> None:
         ({"overwrite": True}, "--overwrite needs -o FILE"),
         ({"overwrite": True, "output": "-"}, "--overwrite needs -o FILE"),
         ({"output": ""}, "--output is empty"),
+        ({"max_inflight": 0}, "--max-inflight is 0"),
+        ({"resume": True}, "--resume needs -o FILE"),
+        ({"resume": True, "overwrite": True, "output": "out"}, "--resume keeps .* --overwrite replaces"),
+        ({"resume": True, "output": "-"}, "--resume needs -o FILE"),
+        ({"prompts": (), "input": "-", "output": "out", "resume": True}, "can be read again"),
+        ({"shard": (1, 2)}, "--shard needs -i FILE"),
+        ({"shard": (0, 2)}, "--shard is 0/2; in K/N, K counts from 1 to N"),
+        ({"shard": (3, 2)}, "--shard is 3/2"),
         ({"model": ""}, "--model is empty"),
     ],
 )
 def test_a_wrong_option_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RunOptions(**({"prompts": ("Hi",)} | changes))
+
+
+def test_a_shard() -> None:
+    assert parse_shard(None) is None
+    assert parse_shard("2/8") == (2, 8)
+    for text in ("", "2", "2/", "/8", "2/8/1", "a/b", "-1/2", "²/8", " 2/8", "1/99999999999"):
+        with pytest.raises(UsageError, match="it must be K/N"):
+            parse_shard(text)
 
 
 @pytest.mark.parametrize("name", STDIN_NAMES)

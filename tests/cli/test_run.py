@@ -9,6 +9,7 @@ from dist_infer.cli.main import main
 from dist_infer.cli.options import RunOptions
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_STEPID")
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunOptions, Environment]
     module = ModuleType("dist_infer.cli.job")
     module.run_job = run_job  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dist_infer.cli.job", module)
-    for name in LAUNCHER_VARIABLES:
+    for name in (*LAUNCHER_VARIABLES, *JOB_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DIST_INFER_CACHE", "/caches")
     return taken
@@ -33,7 +34,7 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
     command = (
         "run -i in.jsonl -o out.jsonl --overwrite --model folder --load-format dummy --tp 2 --dp 3 --max-model-len 40 "
         "--max-num-seqs 5 --max-num-tokens 60 --block-size 7 --num-kv-blocks 8 --no-prefix-cache --dtype float64 "
-        "--device cpu --seed -9 --log-level debug --step-timeout 1.5"
+        "--device cpu --seed -9 --log-level debug --step-timeout 1.5 --shard 2/3 --max-inflight 9"
     )
     assert main(command.split()) == 3
     ((options, environment),) = jobs
@@ -41,6 +42,7 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
         input="in.jsonl",
         output="out.jsonl",
         overwrite=True,
+        shard=(2, 3),
         model="folder",
         load_format="dummy",
         tp=2,
@@ -48,6 +50,7 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
         max_model_len=40,
         max_num_seqs=5,
         max_num_tokens=60,
+        max_inflight=9,
         block_size=7,
         num_kv_blocks=8,
         prefix_cache=False,
@@ -63,6 +66,11 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
 def test_defaults_are_those_of_the_options(jobs: list[tuple[RunOptions, Environment]]) -> None:
     main(["run", "--prompt", "one", "--prompt", "two", "--kv-memory-fraction", "0.5"])
     assert jobs[0][0] == RunOptions(prompts=("one", "two"), kv_memory_fraction=0.5)
+
+
+def test_resume_arrives(jobs: list[tuple[RunOptions, Environment]]) -> None:
+    main(["run", "-i", "in", "-o", "out", "--resume"])
+    assert jobs[0][0] == RunOptions(input="in", output="out", resume=True)
 
 
 def test_the_launcher_arrives(jobs: list[tuple[RunOptions, Environment]], monkeypatch: pytest.MonkeyPatch) -> None:

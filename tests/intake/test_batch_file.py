@@ -15,12 +15,11 @@ from dist_infer.intake.batch_file import (
     Lines,
     PromptLines,
     ReadableWriter,
-    open_answers,
-    open_files,
+    RecordStream,
     open_lines,
 )
 from dist_infer.intake.protocol import ParsedRequest, parse_line
-from dist_infer.intake.records import Answer, Choice, Failure, Outcome, Refusal
+from dist_infer.intake.records import Answer, Failure, Refusal
 
 
 def answer(line: int, text: str = "Hi") -> Answer:
@@ -28,7 +27,8 @@ def answer(line: int, text: str = "Hi") -> Answer:
         line=line,
         custom_id=f"line-{line}",
         endpoint="completion",
-        choices=(Choice(text=text, finish_reason="stop"),),
+        text=text,
+        finish_reason="stop",
         prompt_len=1,
         completion_len=1,
         created=0,
@@ -152,82 +152,61 @@ def test_prompts_are_lines_that_the_parser_takes() -> None:
     lines = read_all(PromptLines(['say "hi"\n', "é"]))
     parsed = [parse_line(line.number, line.text) for line in lines]
     assert [p.prompt for p in parsed if isinstance(p, ParsedRequest)] == ['say "hi"\n', "é"]
-    assert [p.sampling.temperature for p in parsed if isinstance(p, ParsedRequest)] == [0, 0]
+    assert [p.temperature for p in parsed if isinstance(p, ParsedRequest)] == [0, 0]
 
 
-def records(path: Path) -> list[int]:
-    return [int(json.loads(line)["id"].removeprefix("batch_req_")) for line in path.read_text().splitlines()]
-
-
-def test_records_are_in_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    writer = open_answers(str(path), overwrite=False)
-    assert not path.exists()
-    writer.write(answer(2), model="m")
-    assert records(path) == [2]
-    writer.write(answer(1), model="m")
-    assert records(path) == [2, 1]
-    writer.close()
-    writer.close()
-    assert records(path) == [2, 1]
-    with pytest.raises(ValueError, match="after close"):
-        writer.write(answer(3), model="m")
-
-
-def test_an_empty_job_leaves_an_empty_file(tmp_path: Path) -> None:
-    writer = open_answers(str(tmp_path / "out.jsonl"), overwrite=False)
-    writer.close()
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
-
-
-def test_an_output_that_exists_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("old\n")
-    with pytest.raises(UsageError, match="--overwrite"):
-        open_answers(str(path), overwrite=False)
-    assert path.read_text() == "old\n"
-    writer = open_answers(str(path), overwrite=True)
-    assert path.read_text() == "old\n"
-    writer.write(answer(1), model="m")
-    writer.close()
-    assert records(path) == [1]
-
-
-def test_an_output_made_by_another_process_meanwhile_is_not_touched(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    writer = open_answers(str(path), overwrite=False)
-    path.write_text("theirs\n")
-    with pytest.raises(DistInferError, match="File exists"):
-        writer.write(answer(1), model="m")
-    assert path.read_text() == "theirs\n"
-
-
-@pytest.mark.parametrize("link", [None, os.symlink, os.link])
-def test_input_and_output_must_differ(tmp_path: Path, link: object) -> None:
+def test_a_line_is_known_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text("mine\n")
-    output = path
-    if callable(link):
-        output = tmp_path / "out.jsonl"
-        link(path, output)
-    with pytest.raises(UsageError, match="one file"):
-        open_answers(str(output), overwrite=True, input_path=str(path))
-    assert path.read_text() == "mine\n"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n  {"a": 1}\r\n{"a": 2}\n\xff\n' + b"x" * 100 + b"\n" + b"x" * 101)
+    reader = LineReader(os.open(path, os.O_RDONLY), name="in", max_line_bytes=50)
+    digests = [line.digest for line in read_all(reader)]
+    assert digests[0] == digests[1] and len(set(digests)) == 5 and {len(digest) for digest in digests} == {16}
 
 
-def test_an_output_that_can_not_be_made_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no does not exist"):
-        open_answers(str(tmp_path / "no" / "out.jsonl"), overwrite=False)
-    with pytest.raises(UsageError, match="folder"):
-        open_answers(str(tmp_path), overwrite=True)
+def test_a_line_that_is_too_long_has_one_digest_however_it_was_read(tmp_path: Path) -> None:
+    data = os.urandom(3_000_000).replace(b"\n", b"x")
+    digests = set()
+    for prefix in (0, 7, 300_000):
+        path = tmp_path / str(prefix)
+        path.write_bytes(b"y" * prefix + b"\n" + data)
+        digests.add(read_all(LineReader(os.open(path, os.O_RDONLY), name="in", max_line_bytes=10))[-1].digest)
+    assert len(digests) == 1
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_that_names_the_file() -> None:
-    writer = open_answers("/dev/full", overwrite=False)
+def test_an_input_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"a\n" * 500_000)
+    reader = open_lines(str(path))
+    assert reader.take() == Line(1, "a")
+    os.truncate(path, 300_000)
+    with pytest.raises(DistInferError, match=r"in\.jsonl was cut while it was read: 700000 bytes"):
+        read_all(reader)
+    reader.close()
+
+
+def test_what_is_added_to_an_input_later_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"a\n")
+    reader = open_lines(str(path))
+    path.write_bytes(b"a\nb\n")
+    assert [line.text for line in read_all(reader)] == ["a"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="host: no /proc")
+def test_a_file_without_a_size_is_read_to_its_end() -> None:
+    lines = read_all(open_lines("/proc/self/status"))
+    assert lines[0].text.startswith("Name:") and len(lines) > 10
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="host: no /dev/full")
+def test_a_device_that_is_full_is_named() -> None:
+    writer = RecordStream(os.open("/dev/full", os.O_WRONLY), name="/dev/full")
     with pytest.raises(DistInferError, match="/dev/full: No space left"):
         writer.write(answer(1), model="m")
     writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="after close"):
+        writer.write(answer(1), model="m")
 
 
 @contextmanager
@@ -256,7 +235,7 @@ def test_records_on_standard_output_are_whole_even_if_the_pipe_is_full() -> None
         os.set_blocking(1, False)
         reader = threading.Thread(target=drain, args=(pipe,))
         reader.start()
-        writer = open_answers("-", overwrite=False)
+        writer = RecordStream(1, name="standard output")
         writer.write(answer(1, "x" * 500_000), model="m")
         writer.write(answer(2), model="m")
         writer.close()
@@ -289,18 +268,3 @@ def test_a_character_that_the_terminal_lacks_does_not_end_the_job() -> None:
     writer = ReadableWriter(["\udce9"], io.TextIOWrapper(raw, encoding="ascii"))
     writer.write(answer(1, "é🙂"), model="m")
     assert raw.getvalue() == b"> ?\n??\n\n"
-
-
-def test_files_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome: Outcome = answer(1)
-    lines, answers = open_files(input_path=None, prompts=["one"], output_path=None, overwrite=False)
-    assert [line.number for line in read_all(lines)] == [1]
-    answers.write(outcome, model="m")
-    assert capsys.readouterr().out == "> one\nHi\n\n"
-    (tmp_path / "in").write_text("a\n")
-    lines, answers = open_files(
-        input_path=str(tmp_path / "in"), prompts=(), output_path=str(tmp_path / "out"), overwrite=False
-    )
-    assert [line.text for line in read_all(lines)] == ["a"]
-    answers.write(outcome, model="m")
-    assert records(tmp_path / "out") == [1]

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +7,8 @@ import pytest
 
 from dist_infer.dispatcher import Frontend
 from dist_infer.errors import ExitCode, RequestError
-from dist_infer.intake.batch_file import open_files
 from dist_infer.intake.batch_job import BatchJob
+from dist_infer.intake.job_files import FileOptions, JobFiles
 from dist_infer.intake.text import open_text
 from dist_infer.intake.validate import RequestLimits
 from dist_infer.log import ProgressView
@@ -23,24 +24,27 @@ def fits(request: Request) -> None:
         raise RequestError("it never fits", param="max_tokens")
 
 
+def _text(line: object) -> str:
+    return line if isinstance(line, str) else json.dumps(line)
+
+
 class Desk:
     """A batch job over files in a folder, fed by hand."""
 
     def __init__(
-        self, folder: Path, lines: list[object], *, tokenizer: bool = True, progress: ProgressView | None = None
+        self, folder: Path, lines: Sequence[object], *, tokenizer: bool = True, progress: ProgressView | None = None
     ) -> None:
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        (folder / "in.jsonl").write_text("\n".join(texts))
+        data = [line if isinstance(line, bytes) else _text(line).encode() for line in lines]
+        (folder / "in.jsonl").write_bytes(b"\n".join(data))
         self.out = folder / "out.jsonl"
-        source, answers = open_files(
-            input_path=str(folder / "in.jsonl"), prompts=(), output_path=str(self.out), overwrite=False
-        )
+        files = JobFiles.open(FileOptions(input_path=str(folder / "in.jsonl"), output_path=str(self.out), seed=0))
+        files.begin({})
         if tokenizer:
             write_text_folder(folder)
         self.text = open_text(folder)
         self.job = BatchJob(
-            lines=source,
-            answers=answers,
+            lines=files.lines,
+            answers=files.answers,
             text=self.text,
             limits=RequestLimits(vocab_size=NUM_IDS, max_model_len=300, check_fits=fits),
             eos_token_ids=(END,),
@@ -174,8 +178,7 @@ def test_a_bad_line_is_answered_at_once_and_costs_nothing_else(tmp_path: Path) -
 
 
 def test_a_line_of_broken_bytes_is_answered(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, [])
-    (tmp_path / "in.jsonl").write_bytes(b"\xff\n")  # the reader has not looked yet
+    desk = Desk(tmp_path, [b"\xff"])
     assert desk.job.poll(9).end_of_input
     assert desk.records()["line-1"]["response"]["body"]["error"]["code"] == "invalid_encoding"
 
@@ -295,7 +298,9 @@ def any_line(st: Any) -> Any:
             "body": st.one_of(completions, chats, objects),
         }
     )
-    as_json = st.one_of(objects, completions, completions, chats, envelopes).map(lambda value: json.dumps(value).encode())
+    as_json = st.one_of(objects, completions, completions, chats, envelopes).map(
+        lambda value: json.dumps(value).encode()
+    )
     as_bytes = st.binary(max_size=40).map(lambda data: data.replace(b"\n", b""))
     return st.one_of(as_json, as_json, as_json, as_bytes)
 
@@ -385,8 +390,7 @@ def test_any_lines_give_one_record_each(tmp_path: Path) -> None:
         nonlocal num_served, num_refused
         folder = tmp_path / str(next(folders))
         folder.mkdir()
-        desk = Desk(folder, [])
-        (folder / "in.jsonl").write_bytes(b"\n".join(lines))
+        desk = Desk(folder, lines)
         requests = [*desk.job.poll(3).requests, *desk.job.poll(100).requests]
         for request in requests:
             fits(request)
