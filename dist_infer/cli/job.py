@@ -72,12 +72,20 @@ def _serve_files(options: RunOptions, environment: Environment, world: World, fi
     seed = _agree_on_seed(options, world, files)
     plan = _stage(world, "read the model's folder", lambda: _plan(options, environment, world))
     _stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
-    tp = world.communicators(plan.mesh).tp
+    communicators = world.communicators(plan.mesh)
+    tp = communicators.tp
     dummy_seed = seed if options.load_format == "dummy" else None
     shard = _stage(
         world,
         "load the model",
-        lambda: load_shard(plan, tp, dummy_seed=dummy_seed, on_tensor=world.watchdog.progress),
+        lambda: load_shard(
+            plan,
+            tp,
+            world=communicators.world,
+            max_moe_tokens=options.moe_max_tokens,
+            dummy_seed=dummy_seed,
+            on_tensor=world.watchdog.progress,
+        ),
     )
     config = _agree_on_limits(options, plan, world)
     _stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
@@ -213,7 +221,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _plan(options: RunOptions, environment: Environment, world: World) -> ShardPlan:
-    mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp)
+    mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp, ep=options.ep)
     if options.model is None:
         path = default_model_path(environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model"))
         folder = open_model_folder(path)
@@ -307,9 +315,10 @@ def _report_ready(
             _log.info("%s", " ".join(f"{name}={value}" for name, value in report.items()))
         mesh = plan.mesh
         _log.info(
-            "tp=%d dp=%d dtype=%s max_model_len=%d num_kv_blocks=%d block_size=%d seed=%d",
+            "tp=%d dp=%d ep=%d dtype=%s max_model_len=%d num_kv_blocks=%d block_size=%d seed=%d",
             mesh.tp,
             mesh.dp,
+            mesh.ep,
             _name(plan.dtype),
             config.max_model_len,
             config.num_kv_blocks,

@@ -17,7 +17,18 @@ DeviceOption = Literal["auto", "cpu", "cuda"]
 LogLevelOption = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_KV_MEMORY_FRACTION: Mapping[str, float] = MappingProxyType({"cuda": 0.9, "cpu": 0.1})  # by device type
-_COUNTS = ("tp", "dp", "max_model_len", "max_num_seqs", "max_num_tokens", "max_inflight", "block_size", "num_kv_blocks")
+_COUNTS = (
+    "tp",
+    "dp",
+    "ep",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_tokens",
+    "moe_max_tokens",
+    "max_inflight",
+    "block_size",
+    "num_kv_blocks",
+)
 STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 _EXAMPLES = """
@@ -42,9 +53,11 @@ class RunOptions:
     load_format: LoadFormat = "auto"
     tp: int | None = None
     dp: int | None = None
+    ep: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_tokens: int = 2048
+    moe_max_tokens: int | None = None
     max_inflight: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None

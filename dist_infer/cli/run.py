@@ -89,6 +89,15 @@ def run(
         int | None,
         typer.Option("--dp", metavar="GROUPS", help="Groups with requests and KV cache of their own. [default: 1]"),
     ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            "--ep",
+            metavar="PARTS",
+            help="Parts that the experts are dealt to; each part is shared by world size / ep ranks. "
+            "[default: world size]",
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -109,6 +118,15 @@ def run(
             "--max-inflight",
             metavar="COUNT",
             help="Requests that are read and not yet answered, of all groups. [default: 4 x max-num-seqs x dp]",
+        ),
+    ] = None,
+    moe_max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--moe-max-tokens",
+            metavar="TOKENS",
+            help="Tokens of all ranks that a layer of experts takes at a time: less memory, more exchanges. "
+            "[default: all of a step]",
         ),
     ] = None,
     block_size: Annotated[
@@ -173,9 +191,11 @@ def run(
         load_format=load_format,
         tp=tp,
         dp=dp,
+        ep=ep,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
+        moe_max_tokens=moe_max_tokens,
         max_inflight=max_inflight,
         block_size=block_size,
         num_kv_blocks=num_kv_blocks,
