@@ -28,9 +28,11 @@ def _expert_outputs(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Te
     num_experts, top_k = len(w_down), expert_ids.shape[1]
     flat_ids = expert_ids.flatten().long()
     order = flat_ids.argsort(stable=True)
+    if flat_ids.numel():
+        for extreme in (int(flat_ids.max()), int(flat_ids.min())):
+            if not -1 <= extreme < num_experts:
+                raise ValueError(f"moe_experts: id {extreme} is not one of the {num_experts} experts held")
     num_inert, *counts = torch.bincount(flat_ids + 1, minlength=num_experts + 1).tolist()
-    if len(counts) > num_experts:
-        raise ValueError(f"moe_experts: id {len(counts) - 1} is not one of the {num_experts} experts held")
     outputs = x.new_empty(sum(counts), x.shape[1])
     pairs_of = torch.split(order[num_inert:], counts)
     for expert_idx, (pairs, out) in enumerate(zip(pairs_of, torch.split(outputs, counts), strict=True)):
