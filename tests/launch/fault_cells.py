@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -40,14 +39,14 @@ class Cell:
         """What the launcher and the ranks have printed so far."""
         return Path(self.output_path).read_text(errors="replace")
 
-    def start(self, launcher: mpirun.Launcher) -> None:
-        """Launch it."""
+    def start(self, launcher: mpirun.Launcher, folder: Path) -> None:
+        """Launch it; what it prints goes into a file in `folder`."""
         env = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         argv = [sys.executable, str(PROGRAM), self.fault, self.phase]
         launch = mpirun.command(2, argv, launcher=launcher, oversubscribe=True, extra_env=env)
-        handle, self.output_path = tempfile.mkstemp(prefix="dist-infer-fault-")
-        self.process = mpirun.start(launch, output=handle)
-        os.close(handle)
+        self.output_path = str(folder / self.mark)
+        with open(self.output_path, "wb") as output:
+            self.process = mpirun.start(launch, output=output)
         self.started_at = time.monotonic()
 
     def is_over(self) -> bool:
@@ -82,15 +81,15 @@ class Cell:
             os.kill(pid, signal.SIGKILL)
 
 
-def run_cells(cells: Sequence[Cell]) -> None:
-    """Run all cells to their end."""
+def run_cells(cells: Sequence[Cell], folder: Path) -> None:
+    """Run all cells to their end; what they print stays in `folder`."""
     launcher = mpirun.find_launcher()
     waiting, running = list(cells), list[Cell]()
     try:
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 running.append(waiting.pop(0))
-                running[-1].start(launcher)
+                running[-1].start(launcher, folder)
             for cell in [cell for cell in running if cell.is_over()]:
                 running.remove(cell)
                 cell.clean_up()

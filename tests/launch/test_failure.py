@@ -137,13 +137,13 @@ CELLS = {
 
 
 @pytest.fixture(scope="module")
-def cells(pytestconfig: pytest.Config) -> dict[tuple[str, str], Cell]:
+def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cell]:
     """All cells, run to their end; prints the table."""
     launcher = mpirun.find_launcher()
     if launcher.family != "openmpi":
         pytest.skip("the messages expected of the launcher are Open MPI's")
     made = {key: Cell(*key) for key in CELLS}
-    run_cells(list(reversed(made.values())))  # the long ones first
+    run_cells(list(reversed(made.values())), tmp_path_factory.mktemp("cells"))  # the long ones first
     capture = pytestconfig.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         print("\n" + table(list(made.values())))
