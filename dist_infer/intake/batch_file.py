@@ -244,7 +244,7 @@ class ReadableWriter:
     def _print(self, outcome: Outcome) -> None:
         self._next = outcome.line + 1
         if isinstance(outcome, Answer):
-            answer = outcome.text
+            answer = outcome.choices[0].text
         else:
             answer = f"error: {outcome.error if isinstance(outcome, Refusal) else outcome.message}"
         text = f"> {self._prompts[outcome.line - 1]}\n{answer}\n\n"

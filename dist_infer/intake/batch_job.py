@@ -6,30 +6,18 @@ at once and costs nothing else. Prompts and answers are never logged.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dist_infer.dispatcher import Incoming
 from dist_infer.errors import ExitCode, RequestError
 from dist_infer.intake.batch_file import Answers, Line, Lines
-from dist_infer.intake.detokenizer import Detokenizer
+from dist_infer.intake.open_request import OpenChoice, OpenRequest
 from dist_infer.intake.protocol import BadLine, ParsedRequest, line_id, parse_line
 from dist_infer.intake.records import Answer, Failure, Outcome, Refusal
 from dist_infer.intake.text import TextCodec
-from dist_infer.intake.validate import RequestLimits, build_request
+from dist_infer.intake.validate import RequestLimits, build_requests
 from dist_infer.log import ProgressView
-from dist_infer.types import FinishReason, Request, StepOutput
-
-
-@dataclass(slots=True, kw_only=True)
-class _Open:
-    """What is kept of a request until its record is written."""
-
-    parsed: ParsedRequest
-    prompt_len: int
-    created: int
-    detokenizer: Detokenizer | None
-    token_ids: list[int]
-    text: list[str]
+from dist_infer.types import Request, StepOutput
 
 
 class BatchJob:
@@ -61,7 +49,8 @@ class BatchJob:
         self._run_seed = run_seed
         self._progress = progress
         self._now = now
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenChoice] = {}
+        self._aborts: list[int] = []  # ended here by a stop string; the pool does not know yet
         self._digests: dict[int, str] = {}  # by line, of those that have no record yet
         self._num_failed_before = num_failed_before  # by the run that this one resumes
         self._next_request_id = 0
@@ -87,20 +76,21 @@ class BatchJob:
         return not self._open and self._lines.ended()
 
     def poll(self, room: int) -> Incoming:
-        """Read at most `room` lines and hand over the good ones."""
-        requests = []
+        """Read lines while there is room for their requests, and hand over the good ones; the last may need more room.
+
+        Requests that a stop string has ended are aborted here, so that the pool gives their blocks back.
+        """
+        requests: list[Request] = []
         for _ in range(room):
-            line = self._lines.take()
-            if line is None:
+            if len(requests) >= room or (line := self._lines.take()) is None:
                 break
             self.num_lines += 1
             self._digests[line.number] = line.digest
-            request = self._accept(line)
-            if request is not None:
-                requests.append(request)
+            requests += self._accept(line)
         self._told_end = self._lines.ended()
         self._show_progress()
-        return Incoming(requests=requests, end_of_input=self._told_end)
+        aborts, self._aborts = self._aborts, []
+        return Incoming(requests=requests, aborts=aborts, end_of_input=self._told_end)
 
     def ready(self) -> bool:
         """There is a line to read, or the end to tell."""
@@ -108,22 +98,25 @@ class BatchJob:
 
     def deliver(self, output: StepOutput) -> None:
         """Take tokens of a request; at its end, write its record. Requests that are not open are ignored."""
-        entry = self._open.get(output.request_id)
-        if entry is None:
+        choice = self._open.get(output.request_id)
+        if choice is None:
             return
-        self.num_output_tokens += len(output.token_ids)
-        entry.token_ids.extend(output.token_ids)
-        if entry.detokenizer is not None:
-            # The token that ends an answer is counted but is no part of its text.
-            shown = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-            entry.text.append(entry.detokenizer.push(shown))
-        if output.finish_reason is not None:
-            self._finish(output.request_id, output.finish_reason)
+        num_before = choice.num_tokens
+        choice.take(output)
+        self.num_output_tokens += choice.num_tokens - num_before
+        if choice.finish_reason is None and output.finish_reason is None:
+            return
+        del self._open[output.request_id]
+        if output.finish_reason is None:
+            self._aborts.append(output.request_id)
+        if choice.request.complete:  # never with a choice that was given back: a later run takes the line up
+            self._answer(choice.request.answer())
 
     def fail_open(self, message: str) -> None:
         """Answer every open request with an error record (rule 19)."""
-        for request_id in list(self._open):
-            parsed = self._open.pop(request_id).parsed
+        lines = {choice.request.parsed.line: choice.request.parsed for choice in self._open.values()}
+        self._open.clear()
+        for parsed in lines.values():
             self._answer(Failure(line=parsed.line, custom_id=parsed.custom_id, message=message))
 
     def close(self) -> None:
@@ -142,31 +135,37 @@ class BatchJob:
                 output_tokens=self.num_output_tokens,
             )
 
-    def _accept(self, line: Line) -> Request | None:
+    def _accept(self, line: Line) -> list[Request]:
         if line.error is not None:
             self._answer(Refusal(line=line.number, custom_id=line_id(line.number), error=line.error))
-            return None
+            return []
         parsed = parse_line(line.number, line.text)
         if isinstance(parsed, BadLine):
             self._answer(Refusal(line=parsed.line, custom_id=parsed.custom_id, error=parsed.error))
-            return None
+            return []
         try:
-            request = build_request(
+            requests = build_requests(
                 parsed,
                 self._encode(parsed),
-                request_id=self._next_request_id,
+                first_id=self._next_request_id,
                 limits=self._limits,
                 eos_token_ids=self._eos_token_ids,
                 run_seed=self._run_seed,
             )
         except RequestError as error:
             self._answer(Refusal(line=parsed.line, custom_id=parsed.custom_id, error=error))
-            return None
-        self._next_request_id += 1
-        self._remember(request, parsed)
-        return request
+            return []
+        self._next_request_id += len(requests)
+        self._remember(requests, parsed)
+        return requests
 
     def _encode(self, parsed: ParsedRequest) -> tuple[int, ...]:
+        if self._text is None and parsed.sampling.stop:
+            raise RequestError(
+                "stop holds text, but the model has no tokenizer.json: give stop_token_ids",
+                param="stop",
+                code="no_tokenizer",
+            )
         if isinstance(parsed.prompt, tuple) and parsed.endpoint == "completion":
             return parsed.prompt
         if self._text is None:
@@ -180,36 +179,9 @@ class BatchJob:
             return self._text.encode_chat(parsed.messages)
         return self._text.encode_completion(str(parsed.prompt))
 
-    def _remember(self, request: Request, parsed: ParsedRequest) -> None:
-        self._open[request.request_id] = _Open(
-            parsed=parsed,
-            prompt_len=len(request.prompt_ids),
-            created=int(self._now()),
-            detokenizer=self._text.open_detokenizer() if self._text is not None else None,
-            token_ids=[],
-            text=[],
-        )
-
-    def _finish(self, request_id: int, reason: FinishReason) -> None:
-        entry = self._open.pop(request_id)
-        if reason == "abort":
-            return  # given back: no record, so a later run takes it up
-        if entry.detokenizer is not None:
-            entry.text.append(entry.detokenizer.finish())
-        wants_ids = entry.parsed.return_token_ids or entry.detokenizer is None
-        self._answer(
-            Answer(
-                line=entry.parsed.line,
-                custom_id=entry.parsed.custom_id,
-                endpoint=entry.parsed.endpoint,
-                text="".join(entry.text),
-                finish_reason=reason,
-                prompt_len=entry.prompt_len,
-                completion_len=len(entry.token_ids),
-                created=entry.created,
-                token_ids=tuple(entry.token_ids) if wants_ids else None,
-            )
-        )
+    def _remember(self, requests: Sequence[Request], parsed: ParsedRequest) -> None:
+        entry = OpenRequest(parsed, prompt_len=len(requests[0].prompt_ids), created=int(self._now()), text=self._text)
+        self._open |= {request.request_id: choice for request, choice in zip(requests, entry.choices, strict=True)}
 
     def _answer(self, outcome: Outcome) -> None:
         outcome = replace(outcome, digest=self._digests.pop(outcome.line, ""))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.records import Answer, Failure, Refusal
+from dist_infer.intake.records import Answer, Choice, Failure, Refusal
 
 
 def digest(text: str) -> str:
@@ -20,8 +20,7 @@ def answer(line: int, text: str = "Hi", *, of: str = "") -> Answer:
         line=line,
         custom_id=f"line-{line}",
         endpoint="completion",
-        text=text,
-        finish_reason="stop",
+        choices=(Choice(text=text, finish_reason="stop"),),
         prompt_len=1,
         completion_len=1,
         created=0,

@@ -19,7 +19,7 @@ from dist_infer.intake.batch_file import (
     open_lines,
 )
 from dist_infer.intake.protocol import ParsedRequest, parse_line
-from dist_infer.intake.records import Answer, Failure, Refusal
+from dist_infer.intake.records import Answer, Choice, Failure, Refusal
 
 
 def answer(line: int, text: str = "Hi") -> Answer:
@@ -27,8 +27,7 @@ def answer(line: int, text: str = "Hi") -> Answer:
         line=line,
         custom_id=f"line-{line}",
         endpoint="completion",
-        text=text,
-        finish_reason="stop",
+        choices=(Choice(text=text, finish_reason="stop"),),
         prompt_len=1,
         completion_len=1,
         created=0,
@@ -152,7 +151,7 @@ def test_prompts_are_lines_that_the_parser_takes() -> None:
     lines = read_all(PromptLines(['say "hi"\n', "é"]))
     parsed = [parse_line(line.number, line.text) for line in lines]
     assert [p.prompt for p in parsed if isinstance(p, ParsedRequest)] == ['say "hi"\n', "é"]
-    assert [p.temperature for p in parsed if isinstance(p, ParsedRequest)] == [0, 0]
+    assert [p.sampling.temperature for p in parsed if isinstance(p, ParsedRequest)] == [0, 0]
 
 
 def test_a_line_is_known_by_its_digest(tmp_path: Path) -> None:
