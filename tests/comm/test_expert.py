@@ -378,10 +378,10 @@ def test_planted_fault_stops_real_ranks(world: World) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_between_gpus(world: World, dtype: torch.dtype) -> None:
     """By NCCL, where scatters overlap the next chunk: the formula, several times over, and by all-to-all."""
+    group = world.communicators(Mesh.create(world=2, rank=world.rank)).world
     for layout, limit in product((layout for layout in LAYOUTS if layout.world == 2), LIMITS):
         dense = DenseExperts.random(5, INNER, WIDTH)
         case = _rounded(make_case(layout, dense), dtype)
-        group = world.communicators(layout.mesh(world.rank)).world
         x, ids, weights = (part[world.rank].to(world.device) for part in (case.x, case.ids, case.weights))
         exchange = open_expert_exchange(layout.mesh(world.rank), group, world.device, num_experts=5, top_k=TOP_K)
         experts = held_experts(layout.mesh(world.rank), dense)
