@@ -29,13 +29,13 @@ class RecordFile:
         *,
         lock: OutputLock,
         write: Write = os.write,
-        fsync: Callable[[int], None] = os.fsync,
+        fsync: Callable[[int], None] | None = None,
         sync_interval_s: float = SYNC_INTERVAL_S,
     ) -> None:
         self._path = path
         self._lock = lock
         self._write = write
-        self._fsync = fsync
+        self._fsync = fsync or os.fsync
         self._sync_interval_s = sync_interval_s
         self._fd = -1
         self._num_bytes = 0

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,67 @@ def test_an_interrupted_launcher_leaves_no_rank(model: Path, folder: Path, jobs:
         assert job.wait(GONE_S) != 0
         assert_gone(job.pids())
         assert read_records(folder)
+
+
+def without_times(records: dict[str, Any]) -> dict[str, Any]:
+    """Records of two runs differ in nothing else."""
+    for record in records.values():
+        record["response"]["body"].pop("created", None)
+    return records
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(30, marks=pytest.mark.soak)])
+def test_killed_at_random_moments_and_resumed_it_loses_and_doubles_nothing(
+    model: Path, folder: Path, jobs: list[Job], num_kills: int
+) -> None:
+    lines: list[Any] = [{"prompt": [idx % 100 + 1] * 20, "max_tokens": 15, "ignore_eos": True} for idx in range(120)]
+    lines[3], lines[100] = "{broken\n", {"prompt": [131]}
+    options = ["--model", str(model), "--max-num-seqs", "4", "--dtype", "float64", "--seed", "7"]
+    arguments = [*write_requests(folder, lines), *options]
+    jobs.append(Job(2, arguments))
+    assert jobs[0].wait() == ExitCode.FAILED_REQUESTS, jobs[0].text()
+    clean = without_times(read_records(folder))
+    assert len(clean) == 120
+    output = folder / "out.jsonl"
+    output.unlink()
+    output.with_name("out.jsonl.run.json").unlink()
+    moments = random.Random(os.urandom(8))
+    for kill in range(num_kills):
+        job = Job(2, [*arguments, "--resume"])
+        jobs.append(job)
+        if kill == 0:
+            time.sleep(moments.uniform(0, 3))  # mostly before it begins
+        else:
+            before = output.read_bytes().count(b'"error":null') if output.exists() else 0
+            while job.process.poll() is None and job.pids() == []:
+                time.sleep(0.01)
+            job.wait_for_records(output, min(110, before + moments.randrange(15)))
+            time.sleep(moments.uniform(0, 0.02))
+        pids = [pid for pid in job.pids() if moments.random() < 0.7] or [job.process.pid]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait(GONE_S)
+        assert_gone(job.pids())
+    jobs.append(Job(2, [*arguments, "--resume"]))
+    assert jobs[-1].wait() == ExitCode.FAILED_REQUESTS, jobs[-1].text()
+    assert without_times(read_records(folder)) == clean
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+
+
+def test_a_second_writer_and_another_run_are_refused(model: Path, folder: Path, jobs: list[Job]) -> None:
+    arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
+    jobs.append(Job(2, arguments))
+    jobs[0].wait_for_records(folder / "out.jsonl", 1)
+    jobs.append(Job(1, [*arguments, "--resume"]))
+    assert jobs[1].wait() == ExitCode.USAGE
+    assert "is being written by process" in jobs[1].text()
+    jobs[0].process.send_signal(signal.SIGUSR1)
+    assert jobs[0].wait() == ExitCode.DRAINED
+    for options, message in (([], "out.jsonl exists: --resume"), (["--resume", "--seed", "1"], "seed is 1, ")):
+        jobs.append(Job(1, [*arguments, *options]))
+        assert jobs[-1].wait() == ExitCode.USAGE
+        assert message in jobs[-1].text()
 
 
 def test_a_model_that_is_not_there_is_said_once(folder: Path, jobs: list[Job]) -> None:

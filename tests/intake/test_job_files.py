@@ -25,6 +25,12 @@ from tests.intake.record_samples import answer, failure, line_numbers, read_reco
 LINES = ['{"prompt": [1], "max_tokens": 2}', "", "{broken", '{"prompt": [2]}', '{"prompt": [999]}', '{"prompt": [1]}']
 
 
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of runs, none of which is about a loss of power."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 def fits(request: Request) -> None:
     if request.sampling.max_tokens > 50:
         raise RequestError("it never fits", param="max_tokens")
