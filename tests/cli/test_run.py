@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import pytest
@@ -123,3 +124,33 @@ def test_standard_input_under_a_launcher_is_code_2(
     assert main(["run", "-i", "-", "-o", "-"]) == 2
     assert "Open MPI's mpirun" in capsys.readouterr().err
     assert len(jobs) == 1
+
+
+def some_words(random: Random) -> list[str]:
+    """Words of a command line, most of them right by themselves."""
+    names = ("--tp", "--dp", "--seed", "--shard", "--dtype", "--max-inflight", "--step-timeout", "--log-level", "-o")
+    values = ("0", "1", "-1", "2/3", "auto", "x", "", "nan", "1e400", str(2**63), "--tp", "-", "float64", "²")
+    flags = ("--resume", "--overwrite", "--no-prefix-cache", "--bogus", "-i", "--", "word")
+    words = random.choice((["--prompt", "x"], ["-i", "in", "-o", "out"], ["-i", "-"], []))
+    for _ in range(random.randrange(4)):
+        words = [*words, random.choice(names), random.choice(values)]
+        if random.random() < 0.3:
+            words = [*words, random.choice(flags)]
+    return words
+
+
+def test_any_options_are_taken_or_refused(
+    jobs: list[tuple[RunOptions, Environment]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = Random(0)
+    refused = 0
+    for _ in range(1000):
+        words = some_words(random)
+        before = len(jobs)
+        code = main(["run", *words])
+        assert code == (3 if len(jobs) > before else 2), words
+        refused += code == 2
+        if code == 2:
+            captured = capsys.readouterr()
+            assert captured.out + captured.err, words
+    assert 100 < refused < 900

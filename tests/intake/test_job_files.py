@@ -5,6 +5,8 @@ run.
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -351,3 +353,14 @@ def test_a_full_disk_stops_the_job_and_resume_goes_on(tmp_path: Path, monkeypatc
     shutil.copy(out, tmp_path / "copy")
     run(tmp_path, resume=True)
     assert records(out) == clean
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "limit_mb"), [(20_000, 20), pytest.param(1_000_000, 200, marks=pytest.mark.soak)]
+)
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, num_lines: int, limit_mb: int) -> None:
+    """In a process of its own; resumed, each line costs 8 bytes."""
+    command = [sys.executable, "-m", "tests.intake.long_input", str(tmp_path), str(num_lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    first, resumed = (int(line) for line in done.stdout.split())
+    assert 0 < first <= resumed < limit_mb * 2**20
