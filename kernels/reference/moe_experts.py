@@ -14,12 +14,12 @@ from dist_infer.kernels.reference.silu_mul import silu_mul
 def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """See `dist_infer.kernels.moe_experts.moe_experts`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
     outputs, place = _expert_outputs(x, expert_ids, w_gate_up, w_down)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for k in range(expert_ids.shape[1] if len(outputs) else 0):
         rows = (expert_ids[:, k] >= 0).nonzero().squeeze(1)
-        terms = outputs[place[rows, k]].to(wide) * weights[rows, k, None].to(wide)
-        total.index_add_(0, rows, terms)  # each row once: the order of the sum is that of k
+        # Each row once: the order of the sum is that of k.
+        total.index_add_(0, rows, outputs[place[rows, k]].to(wide).mul_(weights[rows, k, None]))
     return total.to(x.dtype)
 
 
