@@ -21,6 +21,8 @@ def test_defaults() -> None:
         ({"max_model_len": 1}, "--max-model-len is 1"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"max_num_tokens": 0}, "--max-num-tokens is 0"),
+        ({"moe_max_tokens": 0}, "--moe-max-tokens is 0"),
+        ({"ep": 0}, "--ep is 0"),
         ({"block_size": 0}, "--block-size is 0"),
         ({"num_kv_blocks": 0}, "--num-kv-blocks is 0"),
         ({"kv_memory_fraction": 0.0}, "--kv-memory-fraction is 0"),

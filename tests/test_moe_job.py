@@ -1,0 +1,117 @@
+"""Whole jobs of models with experts on 2 and 4 ranks, against transformers in float64.
+
+Every job mixes prompts with common beginnings that end around the edges of blocks, answers of other lengths (so groups
+fall idle at other times), chunked prompts and reused blocks.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dist_infer.errors import UsageError
+from dist_infer.launch.world import World
+from dist_infer.types import Request, SamplingParams
+from tests.serving import load, on_rank_0
+
+# (family, tp, dp, ep, --moe-max-tokens, --max-num-tokens, depth)
+JOBS: dict[int, list[tuple[str, int, int, int, int | None, int, int]]] = {
+    2: [
+        ("deepseek-v3", 2, 1, 2, 7, 7, 0),
+        ("deepseek-v3", 1, 2, 2, 1, 256, 1),
+        ("deepseek-v2-lite", 1, 2, 1, 100, 7, 1),
+        ("deepseek-v2", 2, 1, 1, None, 13, 1),
+        ("qwen3-moe", 1, 2, 2, None, 7, 0),
+        ("mixtral", 2, 1, 2, 1, 256, 0),
+        ("minimax-m2", 1, 2, 2, 7, 13, 0),
+    ],
+    4: [
+        ("deepseek-v3", 2, 2, 4, 7, 7, 1),
+        ("deepseek-v3", 1, 4, 4, None, 13, 0),
+        ("deepseek-v2-lite", 4, 1, 4, 1, 256, 0),
+        ("deepseek-v2", 2, 2, 2, 100, 13, 0),
+        ("qwen3-moe", 2, 2, 4, 1, 256, 1),
+        ("qwen3-moe", 4, 1, 2, 7, 7, 0),
+        ("mixtral", 1, 4, 1, 7, 256, 1),
+        ("minimax-m2", 4, 1, 4, None, 7, 1),
+        ("minimax-m2", 2, 2, 4, 100, 7, 0),
+    ],
+}
+BASE = [(7 * i * i + 5 * i + 3) % 131 for i in range(60)]
+# Blocks have 4 tokens: beginnings that end before, at and behind an edge, alone and far on.
+LENGTHS = [41, 7, 8, 9, 1, 40, 3]
+
+
+@pytest.fixture(scope="session")
+def shared_folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rank 0's temporary folder, for all ranks of this launch."""
+    own = str(tmp_path_factory.mktemp("moe-job"))
+    return Path(world.vote("folder", None, {"path": own})[0]["path"])
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            request_id=idx,
+            prompt_ids=(*BASE[:length], 100 + idx),
+            sampling=SamplingParams(max_tokens=(12, 3, 7, 12, 5, 1, 9)[idx], temperature=0.0),
+        )
+        for idx, length in enumerate(LENGTHS)
+    ]
+
+
+@cache
+def oracle_tokens(folder: Path) -> dict[int, list[int]]:
+    """What transformers gives each request."""
+    tiny_models = pytest.importorskip("tests.tiny_models")
+    oracle = tiny_models.LiftedOracle(folder)
+    return {
+        request.request_id: oracle.greedy(request.prompt_ids, request.sampling.max_tokens)[0] for request in requests()
+    }
+
+
+def make_folder(world: World, shared_folder: Path, family: str) -> Path:
+    """The same files whenever it is called. Ranks: collective over the world."""
+    tiny_families = pytest.importorskip("tests.tiny_families")
+    folder = shared_folder / family
+    on_rank_0(world, lambda: tiny_families.make_tiny(folder, family, mtp=family == "deepseek-v3"))
+    return folder
+
+
+@pytest.mark.ranks(2, 4, timeout=200)
+def test_jobs_in_every_layout_equal_the_oracle(world: World, shared_folder: Path) -> None:
+    for family, tp, dp, ep, max_moe_tokens, max_num_tokens, depth in JOBS[world.size]:
+        folder = make_folder(world, shared_folder, family)
+        served = load(world, folder, tp=tp, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
+        for max_num_seqs in (8, 1):  # in company; then one after another, so that blocks are found again
+            answers = served.run(
+                requests(),
+                depth=depth,
+                max_num_tokens=max_num_tokens,
+                max_num_seqs=max_num_seqs,
+                block_size=4,
+                num_kv_blocks=120,
+            )
+            if world.rank == 0:
+                case = (family, tp, dp, ep, max_moe_tokens, max_num_tokens, max_num_seqs)
+                assert answers.tokens == oracle_tokens(folder), case
+
+
+@pytest.mark.ranks(2, 4, timeout=100)
+def test_logits_equal_the_oracle(world: World, shared_folder: Path) -> None:
+    tiny_models = pytest.importorskip("tests.tiny_models")
+    for family in ("deepseek-v3", "minimax-m2"):
+        folder = make_folder(world, shared_folder, family)
+        expected = tiny_models.LiftedOracle(folder).logits(BASE[:33])
+        for tp in (world.size, world.size // 2):
+            logits = load(world, folder, tp=tp, dp=world.size // tp, max_moe_tokens=20).logits(BASE[:33])
+            assert (logits - expected).abs().max().item() <= 1e-9, (family, tp)
+
+
+@pytest.mark.ranks(4)
+def test_layouts_without_an_expert_for_a_rank_are_refused(world: World, shared_folder: Path) -> None:
+    tiny_families = pytest.importorskip("tests.tiny_families")
+    folder = shared_folder / "three-experts"
+    on_rank_0(world, lambda: tiny_families.make_tiny(folder, "mixtral", num_local_experts=3))
+    with pytest.raises(UsageError, match="--ep 4 leaves ranks without an expert: the model has 3; .* --ep 2"):
+        load(world, folder, tp=1, dp=4)
