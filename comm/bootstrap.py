@@ -7,10 +7,12 @@ environment.
 Gloo groups are made directly, not through init_process_group: that has no way to say which interface gloo binds, and
 takes the one that the own host name resolves to, which is loopback on many Linux distributions. Each group is its
 members' business alone: no other rank takes part in making it. NCCL groups are torch's registered ones, because peer
-memory is found through their names.
+memory is found through their names. The groups of CPU ranks on one host share one piece of memory, cut here by rules
+that all ranks follow alike.
 """
 
 import json
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +25,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives
 from dist_infer.comm.mesh import Axis, Mesh
+from dist_infer.comm.shm_segment import NoSharedMemoryError, open_segment
+from dist_infer.comm.shm_wire import ShmWire, group_bytes, slot_bytes_of
 from dist_infer.comm.wire import GlooWire, NcclWire, Wire
 from dist_infer.errors import DistInferError
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "shm"]
 
+_logger = logging.getLogger(__name__)
 _AXES: tuple[Axis, ...] = ("world", "tp", "dp", "ep")
 _BACKLOG = 1024
 
@@ -83,35 +88,88 @@ def connect_store(host: str, port: int, *, size: int, timeout_s: float) -> TCPSt
         ) from error
 
 
-def open_process_groups(
-    *, mesh: Mesh, store: Store, backend: Backend, device: torch.device, timeout_s: float
+def open_best_groups(
+    *,
+    mesh: Mesh,
+    store: Store,
+    device: torch.device,
+    gpu_shared: bool,
+    one_host: bool,
+    timeout_s: float,
+    on_wait: Callable[[], None],
 ) -> Communicators:
-    """The collectives of every axis of the mesh.
+    """NCCL for GPUs with one rank each, shared memory for CPU ranks of one host, else gloo; the log says which and why.
 
-    Several ranks on one GPU take gloo, which stages their tensors through host memory.
+    Ranks: collective over the world; `device.type`, `gpu_shared` and `one_host` are the same on all ranks.
+    Errors: see open_process_groups.
+    """
+
+    def opened(backend: Backend, why: str, level: int = logging.INFO) -> Communicators:
+        groups = open_process_groups(
+            mesh=mesh, store=store, backend=backend, device=device, timeout_s=timeout_s, on_wait=on_wait
+        )
+        if mesh.rank == 0:
+            _logger.log(level, "%d ranks exchange tensors by %s: %s", mesh.world, backend, why)
+        return groups
+
+    if device.type == "cuda":
+        return opened("gloo", "ranks share a GPU") if gpu_shared else opened("nccl", "each rank has a GPU of its own")
+    if not one_host:
+        return opened("gloo", "CPU ranks on several hosts")
+    try:
+        return opened("shm", "CPU ranks on one host")
+    except NoSharedMemoryError as error:  # on all ranks alike
+        refused = str(error)
+    return opened("gloo", f"slower than shared memory, but {refused}", logging.WARNING)
+
+
+def open_process_groups(
+    *,
+    mesh: Mesh,
+    store: Store,
+    backend: Backend,
+    device: torch.device,
+    timeout_s: float,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Communicators:
+    """The collectives of every axis of the mesh, by one backend.
+
+    Several ranks on one GPU take gloo, which stages their tensors through host memory. `on_wait` is called in the long
+    waits of shared memory and may raise.
 
     Ranks: collective over the world.
-    Errors: ValueError for NCCL without a CUDA device; DistInferError if the ranks don't meet in time.
+    Errors: ValueError for NCCL without a CUDA device and for shared memory with one; NoSharedMemoryError, the same on
+        all ranks; DistInferError if the ranks don't meet in time.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"NCCL works between CUDA devices, not on {device}")
+    if backend == "shm" and device.type != "cpu":
+        raise ValueError(f"shared memory works between CPU ranks, not on {device}")
     # How often this rank has opened groups, equal on all ranks: it keeps a second set apart from the first.
     opened = store.add(f"comm/opened/{mesh.rank}", 1)
     groups_store = PrefixStore(f"comm/{opened}", store)
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
         open_wire = _nccl_opener(mesh, groups_store, device, timeout)
+    elif backend == "shm":
+        open_wire = _shm_opener(mesh, groups_store, timeout_s, on_wait)
     else:
         open_wire = _gloo_opener(mesh, groups_store, _own_address(store), device, timeout)
     opened_axes: dict[tuple[range, ...], Collectives] = {}
+    for axis, partition in _distinct_partitions(mesh).items():
+        alone = len(partition) == mesh.world
+        opened_axes[partition] = SingleCollectives() if alone else TorchCollectives(open_wire(axis), axis=axis)
+    return Communicators(**{axis: opened_axes[tuple(mesh.partition(axis))] for axis in _AXES})
+
+
+def _distinct_partitions(mesh: Mesh) -> dict[Axis, tuple[range, ...]]:
+    """The groups of each axis, without the axes that have the same groups as one before them."""
+    partitions: dict[Axis, tuple[range, ...]] = {}
     for axis in _AXES:
         partition = tuple(mesh.partition(axis))
-        if partition not in opened_axes:
-            if len(partition) == mesh.world:
-                opened_axes[partition] = SingleCollectives()
-            else:
-                opened_axes[partition] = TorchCollectives(open_wire(axis), axis=axis)
-    return Communicators(**{axis: opened_axes[tuple(mesh.partition(axis))] for axis in _AXES})
+        if partition not in partitions.values():
+            partitions[axis] = partition
+    return partitions
 
 
 def close_process_groups() -> None:
@@ -173,6 +231,34 @@ def _gloo_opener(
                 f" in {timeout.total_seconds():g} s: {error}"
             ) from error
         return GlooWire(group, device)
+
+    return open_wire
+
+
+def _shm_opener(mesh: Mesh, store: Store, timeout_s: float, on_wait: Callable[[], None]) -> Callable[[Axis], Wire]:
+    """All groups of all axes lie in one segment, one after another."""
+    starts: dict[tuple[Axis, range], int] = {}
+    num_bytes = 0
+    for axis, partition in _distinct_partitions(mesh).items():
+        for ranks in partition:
+            starts[axis, ranks] = num_bytes
+            num_bytes += group_bytes(len(ranks), slot_bytes_of(len(ranks)))
+    segment = open_segment(
+        store=store, rank=mesh.rank, size=mesh.world, num_bytes=max(num_bytes, 1), timeout_s=timeout_s
+    )
+
+    def open_wire(axis: Axis) -> Wire:
+        ranks = mesh.axis_ranks(axis)
+        slot_bytes = slot_bytes_of(len(ranks))
+        memory = memoryview(segment)[starts[axis, ranks] :][: group_bytes(len(ranks), slot_bytes)]
+        return ShmWire(
+            memory,
+            rank=ranks.index(mesh.rank),
+            size=len(ranks),
+            slot_bytes=slot_bytes,
+            timeout_s=timeout_s,
+            on_wait=on_wait,
+        )
 
     return open_wire
 

@@ -24,9 +24,11 @@ import numpy as np
 import torch
 
 from dist_infer.comm.bootstrap import (
+    Backend,
     Communicators,
     close_process_groups,
     connect_store,
+    open_best_groups,
     open_process_groups,
     open_store,
 )
@@ -64,7 +66,7 @@ class World:
         self._step_timeout_s = step_timeout_s
         self._alarm = Alarm()
         self._closed = False
-        self._communicators: dict[Mesh, Communicators] = {}
+        self._communicators: dict[tuple[Mesh, Backend | None], Communicators] = {}
         self.host = socket.gethostname()
         self.device = torch.device("cpu")
         self.gpu_shared = False
@@ -190,27 +192,30 @@ class World:
         self.control.post_record(np.array(values, np.int64))
         return [int(value) for value in self.control.wait_table().min(axis=0)]
 
-    def communicators(self, mesh: Mesh) -> Communicators:
-        """The collectives of `mesh`, opened at the first call: NCCL on GPUs of their own, else gloo.
+    def communicators(self, mesh: Mesh, backend: Backend | None = None) -> Communicators:
+        """The collectives of `mesh`, opened at the first call by the fastest backend for this world, or by `backend`.
 
         Ranks: collective over the world.
         """
-        if mesh not in self._communicators:
-            self._communicators[mesh] = self._open_communicators(mesh)
-        return self._communicators[mesh]
+        key = mesh, backend
+        if key not in self._communicators:
+            self._communicators[key] = self._open_communicators(mesh, backend)
+        return self._communicators[key]
 
-    def _open_communicators(self, mesh: Mesh) -> Communicators:
+    def _open_communicators(self, mesh: Mesh, backend: Backend | None) -> Communicators:
         if self.size == 1:
             alone = SingleCollectives()
             return Communicators(world=alone, tp=alone, dp=alone, ep=alone)
-        on_own_gpu = self.device.type == "cuda" and not self.gpu_shared
-        return open_process_groups(
-            mesh=mesh,
-            store=self.store,
-            backend="nccl" if on_own_gpu else "gloo",
-            device=self.device,
-            timeout_s=self._step_timeout_s,
-        )
+        groups: dict[str, Any] = {"mesh": mesh, "store": self.store, "device": self.device}
+        groups |= {"timeout_s": self._step_timeout_s, "on_wait": self._heed_alarm}
+        if backend is not None:
+            return open_process_groups(backend=backend, **groups)
+        one_host = self.local_size == self.size
+        return open_best_groups(gpu_shared=self.gpu_shared, one_host=one_host, **groups)
+
+    def _heed_alarm(self) -> None:
+        if self._alarm.record is not None and not self._alarm.over:
+            self._alarm.ring()
 
     # Leaving.
 

@@ -1,6 +1,8 @@
 """Store and process groups: who meets whom, on which address, and what is said when they don't."""
 
 import json
+import logging
+import mmap
 import re
 import socket
 from pathlib import Path
@@ -9,14 +11,21 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from dist_infer.comm import shm_segment
 from dist_infer.comm.bootstrap import (
+    Backend,
+    Communicators,
     close_process_groups,
     connect_store,
+    open_best_groups,
     open_process_groups,
     open_store,
 )
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.mesh import Axis, Mesh
+from dist_infer.comm.shm_segment import NoSharedMemoryError
+from dist_infer.comm.shm_wire import ShmWire
+from dist_infer.comm.wire import GlooWire
 from dist_infer.errors import DistInferError
 from dist_infer.launch.world import World
 from tests.comm.thread_ranks import Announce, run_ranks
@@ -94,9 +103,10 @@ def _alone() -> TCPStore:
     return open_store(rank=0, size=1, host="127.0.0.1", announce=lambda data: data or b"")
 
 
-def test_world_of_one_opens_nothing() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_world_of_one_opens_nothing(backend: Backend) -> None:
     mesh = Mesh.create(world=1, rank=0)
-    opened = open_process_groups(mesh=mesh, store=_alone(), backend="gloo", device=CPU, timeout_s=5.0)
+    opened = open_process_groups(mesh=mesh, store=_alone(), backend=backend, device=CPU, timeout_s=5.0)
     assert isinstance(opened.world, SingleCollectives)
     assert opened.world is opened.tp is opened.dp is opened.ep
     close_process_groups()
@@ -106,6 +116,12 @@ def test_nccl_without_a_gpu_is_refused() -> None:
     mesh = Mesh.create(world=1, rank=0)
     with pytest.raises(ValueError, match="CUDA devices, not on cpu"):
         open_process_groups(mesh=mesh, store=_alone(), backend="nccl", device=CPU, timeout_s=5.0)
+
+
+def test_shared_memory_between_gpus_is_refused() -> None:
+    mesh = Mesh.create(world=1, rank=0)
+    with pytest.raises(ValueError, match="CPU ranks, not on cuda:0"):
+        open_process_groups(mesh=mesh, store=_alone(), backend="shm", device=torch.device("cuda", 0), timeout_s=5.0)
 
 
 def test_store_without_an_address_is_refused() -> None:
@@ -131,13 +147,61 @@ def test_absent_rank_is_an_error_in_time() -> None:
         )
 
 
+def _best(world: World, *, one_host: bool) -> Communicators:
+    return open_best_groups(
+        mesh=Mesh.create(world=world.size, rank=world.rank),
+        store=world.store,
+        device=CPU,
+        gpu_shared=False,
+        one_host=one_host,
+        timeout_s=30.0,
+        on_wait=lambda: None,
+    )
+
+
+def _no_space(path: Path, num_bytes: int) -> mmap.mmap:
+    raise NoSharedMemoryError("/dev/shm is full")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("one_host", "refusing", "kind", "said"),
+    [
+        (True, None, ShmWire, "2 ranks exchange tensors by shm: CPU ranks on one host"),
+        (False, None, GlooWire, "2 ranks exchange tensors by gloo: CPU ranks on several hosts"),
+        (True, 0, GlooWire, "by gloo: slower than shared memory, but /dev/shm is full"),
+        (True, 1, GlooWire, "by gloo: slower than shared memory, but /dev/shm is full"),
+    ],
+    ids=["one host", "several hosts", "rank 0 gets none", "rank 1 gets none"],
+)
+def test_all_ranks_take_one_wire_and_rank_0_says_why(
+    world: World,
+    one_host: bool,
+    refusing: int | None,
+    kind: type,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if refusing == world.rank:
+        monkeypatch.setattr(shm_segment, "_attach" if refusing else "_create", _no_space)
+    with caplog.at_level(logging.INFO, "dist_infer"):
+        group = _best(world, one_host=one_host).world
+    assert type(group._wire) is kind  # type: ignore[attr-defined]
+    assert group.all_gather(torch.tensor([world.rank])).tolist() == [0, 1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (world.rank == 0) and all(said in line for line in lines)
+    assert [record.levelname for record in caplog.records] in ([], ["INFO" if refusing is None else "WARNING"])
+
+
 @pytest.mark.ranks(2, 4)
-def test_axes_connect_the_ranks_of_the_mesh(world: World) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_axes_connect_the_ranks_of_the_mesh(world: World, backend: Backend) -> None:
     options = [{"dp": 1}, {"dp": world.size}] + [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 1}] * (world.size == 4)
     kept = []  # a group that is closed while another rank is still in it would be an error there
     for choice in options:
         mesh = Mesh.create(world=world.size, rank=world.rank, **choice)
-        opened = open_process_groups(mesh=mesh, store=world.store, backend="gloo", device=CPU, timeout_s=30.0)
+        opened = open_process_groups(mesh=mesh, store=world.store, backend=backend, device=CPU, timeout_s=30.0)
         kept.append(opened)
         for axis in AXES:
             group = getattr(opened, axis)
@@ -148,10 +212,11 @@ def test_axes_connect_the_ranks_of_the_mesh(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_second_set_of_groups_is_apart_from_the_first(world: World) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_second_set_of_groups_is_apart_from_the_first(world: World, backend: Backend) -> None:
     mesh = Mesh.create(world=world.size, rank=world.rank)
     sets = [
-        open_process_groups(mesh=mesh, store=world.store, backend="gloo", device=CPU, timeout_s=30.0) for _ in range(2)
+        open_process_groups(mesh=mesh, store=world.store, backend=backend, device=CPU, timeout_s=30.0) for _ in range(2)
     ]
     for opened in reversed(sets):
         assert opened.tp.all_gather(torch.tensor([mesh.rank])).tolist() == [0, 1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm import collectives
-from dist_infer.comm.bootstrap import open_process_groups
+from dist_infer.comm.bootstrap import Backend, open_process_groups
 from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives, ordered_sum
 from dist_infer.comm.mesh import Mesh, split_sizes
 from dist_infer.comm.reference import collectives as reference
@@ -354,18 +354,35 @@ def test_wire_bytes_count_what_this_rank_sends(world: World, group: Collectives)
     }
 
 
+@pytest.mark.ranks(2, 4)
+def test_both_wires_of_cpu_ranks_give_the_same_bytes(world: World, group: Collectives) -> None:
+    gloo = world.communicators(Mesh.create(world=world.size, rank=world.rank), "gloo").world
+    for dtype, num in product([torch.bfloat16, torch.float64], [1, 129, 300_001]):
+        x = _inputs(world.size, (num,), dtype, seed=num)[world.rank]
+        rows = split_sizes(num, world.size)
+        for one, other in zip(_call_all(group, x, rows), _call_all(gloo, x, rows), strict=True):
+            _assert_same_bits(one, other)
+        table = [[(source + 2 * target) % 4 for target in range(world.size)] for source in range(world.size)]
+        sent, received = table[world.rank], [row[world.rank] for row in table]
+        x = x.new_ones((sum(sent), 3)).mul_(world.rank)
+        _assert_same_bits(group.all_to_all(x, sent, received), gloo.all_to_all(x, sent, received))
+
+
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("other", ["all_gather", "nothing"])
-def test_rank_that_leaves_the_common_order_is_an_error_not_wrong_bytes(world: World, other: str) -> None:
+def test_rank_that_leaves_the_common_order_is_an_error_not_wrong_bytes(
+    world: World, other: str, backend: Backend
+) -> None:
     mesh = Mesh.create(world=world.size, rank=world.rank)
-    own = open_process_groups(mesh=mesh, store=world.store, backend="gloo", device=torch.device("cpu"), timeout_s=1.5)
+    own = open_process_groups(mesh=mesh, store=world.store, backend=backend, device=torch.device("cpu"), timeout_s=1.0)
     if world.rank == 1 and other == "nothing":
-        world.store.wait([f"left/{other}"])
+        world.store.wait([f"left/{backend}"])
         return
     with pytest.raises(PeerFailedError, match=r"all_(reduce|gather) over axis world failed on its rank \d of 2: "):
         own.world.all_reduce(torch.ones(4)) if world.rank == 0 else own.world.all_gather(torch.ones(4))
     if world.rank == 0:
-        world.store.set(f"left/{other}", "")
+        world.store.set(f"left/{backend}", "")
 
 
 def _call_all(group: Collectives, x: Tensor, sizes: list[int]) -> list[Tensor]:
