@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.comm.agreement import Decision
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh, split_sizes
 from dist_infer.config import SchedulerConfig
-from dist_infer.dispatcher import Dispatcher, Incoming
+from dist_infer.dispatcher import Dispatcher, Frontend, Incoming
 from dist_infer.engine import Engine
 from dist_infer.errors import ExitCode
 from dist_infer.kv_cache import KVCache
@@ -22,8 +23,8 @@ from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.scheduler import Scheduler
 from dist_infer.shard import Shard, ShardPlan, load_shard, plan_shard
-from dist_infer.step_runner import StepRunner
-from dist_infer.types import Batch, BatchKind, Request, StepOutput
+from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner
+from dist_infer.types import Batch, BatchKind, Request, StepOutput, TokenScore
 
 
 @dataclass
@@ -33,6 +34,8 @@ class RequestList:
     requests: list[Request]
     tokens: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, list[TokenScore]] = field(default_factory=dict)
+    prompt_scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     failure: str = ""
     ended: bool = False
 
@@ -55,6 +58,8 @@ class RequestList:
 
     def deliver(self, output: StepOutput) -> None:
         self.tokens[output.request_id].extend(output.token_ids)
+        self.scores.setdefault(output.request_id, []).extend(output.scores)
+        self.prompt_scores.setdefault(output.request_id, []).extend(output.prompt_scores)
         if output.finish_reason is not None:
             self.reasons[output.request_id] = output.finish_reason
 
@@ -78,6 +83,18 @@ class OpenControl:
         return [report["code"] for report in self._world.vote("farewell", None, {"code": code})]
 
 
+class DelayedRunner(StepRunner):
+    """Does something before each launch, such as sleeping."""
+
+    def __init__(self, runner: Runner, sampler: Sampler, before_launch: Callable[[], None]) -> None:
+        super().__init__(runner, sampler)
+        self._before_launch = before_launch
+
+    def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
+        self._before_launch()
+        return super().launch(step, decision)
+
+
 @dataclass
 class Served:
     """A layout that is loaded: its jobs run one after another on a fresh scheduler and cache each."""
@@ -89,24 +106,29 @@ class Served:
 
     def run(self, requests: Sequence[Request], *, depth: int = 0, **limits: Any) -> RequestList:
         """Serve the requests to the end; the answers are on rank 0."""
-        config = make_config(depth=depth, **limits)
+        frontend = RequestList(list(requests))
+        self.serve(frontend, make_config(depth=depth, **limits))
+        return frontend
+
+    def serve(
+        self, frontend: Frontend, config: SchedulerConfig, before_launch: Callable[[], None] | None = None
+    ) -> None:
+        """Serve what rank 0's frontend gives to its end. `before_launch` may delay this rank."""
         plan, world = self.plan, self.world
         scheduler = Scheduler(config, plan.mesh.dp_rank)
-        frontend = RequestList(list(requests))
         engine = Engine(
             mesh=plan.mesh,
             control=OpenControl(world),
             scheduler=scheduler,
-            runner=StepRunner(self.runner(config), self.sampler()),
+            runner=DelayedRunner(self.runner(config), self.sampler(), before_launch or (lambda: None)),
             watch=world.watchdog,
             stop_requested=world.signals.stop_requested,
             vote=world.vote,
-            depth=depth,
+            depth=config.depth,
             dispatcher=Dispatcher(frontend, plan.mesh.dp, max_inflight=1000) if world.rank == 0 else None,
         )
         assert engine.run() == ExitCode.DONE
         assert scheduler.num_free_blocks == config.num_kv_blocks
-        return frontend
 
     def runner(self, config: SchedulerConfig) -> Runner:
         plan = self.plan

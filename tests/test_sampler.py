@@ -72,12 +72,12 @@ def sample_split(logits: Tensor, batch: Batch, size: int) -> list[list[int]]:
     return run_group(size, main)
 
 
-def exact(logits: Tensor, row: Row) -> npt.NDArray[np.float64]:
-    """The distribution by its definition: temperature, then top-k, then top-p over the rest."""
+def exact(logits: Tensor, row: Row, min_p: float = 0.0) -> npt.NDArray[np.float64]:
+    """The distribution by its definition: temperature, then min-p and top-k, then top-p over the rest."""
     temperature, top_k, top_p = row
     values = logits.double().numpy() / temperature
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    order = order[: top_k or None]
+    order = [token for token in order if math.exp(values[token] - values[order[0]]) >= min_p][: top_k or None]
     weights = {token: math.exp(values[token] - values[order[0]]) for token in order}
     total, sum_before, kept = sum(weights.values()), 0.0, list[int]()
     for token in order:
@@ -112,6 +112,50 @@ def test_draws_follow_the_exact_distribution(row: Row, along: str) -> None:
     assert chi_square(drawn, exact(logits[0], row)) < limit
     hotter = (row[0] * 1.2, 0, 1.0)
     assert chi_square(drawn, exact(logits[0], hotter)) > limit, "the test would not see another temperature"
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("row", [(1.0, 0, 1.0), (1.5, 6, 1.0), (1.2, 0, 0.8), (1.0, 8, 0.9)])
+def test_min_p_draws_follow_the_exact_distribution(row: Row, min_p: float) -> None:
+    num_draws, logits = 20_000, make_logits(1, 10)
+    batch = make_rows([row] * num_draws, [5] * num_draws, range(num_draws))
+    batch = replace(batch, min_p=np.full(num_draws, min_p))
+    drawn = whole(10).sample(logits.expand(num_draws, 10), batch)
+    assert chi_square(drawn, exact(logits[0], row, min_p)) < 45
+    assert len(set(drawn.tolist())) == (exact(logits[0], row, min_p) > 0).sum()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_min_p_of_a_row_is_its_own_for_every_split(size: int) -> None:
+    """1 leaves the likeliest alone, also where it isn't the only one; other rows of the batch have none."""
+    rows: list[Row] = [(1.5, 0, 1.0), (1.5, 0, 1.0), (1.5, 5, 1.0), (0.0, 0, 1.0), (1.5, 0, 0.9)] * 4
+    logits, plain = make_logits(len(rows), 40), make_rows(rows)
+    logits[0, 7] = logits[0, 20] = 9.0
+    min_p = np.array([1.0, 0.0, 0.3, 1.0, 0.3] * 4)
+    batch = replace(plain, min_p=min_p)
+    alone = sample_alone(logits, batch)
+    assert sample_split(logits, batch, size) == [alone] * size
+    assert alone[0] in (7, 20)
+    assert alone[5::5] == logits.argmax(1)[5::5].tolist()
+    without = sample_alone(logits, plain)
+    assert alone[1::5] == without[1::5] and alone[3::5] == without[3::5]
+
+
+def test_transformers_keeps_the_same_tokens() -> None:
+    """Its warpers one after another, in the order of ours."""
+    transformers = pytest.importorskip("transformers")
+    logits = make_logits(200, 60)
+    for temperature, top_k, top_p, min_p in ((0.7, 0, 1.0, 0.1), (1.3, 20, 0.8, 0.05), (1.0, 9, 1.0, 0.0)):
+        warpers = [transformers.TemperatureLogitsWarper(temperature), transformers.MinPLogitsWarper(min_p)]
+        warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+        due = logits
+        for warper in warpers:
+            due = warper(None, due)
+        values, order = logits.sort(dim=1, descending=True, stable=True)
+        columns = [torch.full((200,), value, dtype=torch.float64) for value in (temperature, top_p, min_p)]
+        kept = nucleus_mask(values, columns[0], torch.full((200,), top_k), columns[1], columns[2])
+        assert torch.equal(kept, due.gather(1, order) > -math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
