@@ -102,10 +102,11 @@ def test_logits_equal_the_oracle(world: World, shared_folder: Path) -> None:
     tiny_models = pytest.importorskip("tests.tiny_models")
     for family in ("deepseek-v3", "minimax-m2"):
         folder = make_folder(world, shared_folder, family)
-        expected = tiny_models.LiftedOracle(folder).logits(BASE[:33])
+        expected = tiny_models.LiftedOracle(folder).logits(BASE[:33]) if world.rank == 0 else None
         for tp in (world.size, world.size // 2):
             logits = load(world, folder, tp=tp, dp=world.size // tp, max_moe_tokens=20).logits(BASE[:33])
-            assert (logits - expected).abs().max().item() <= 1e-9, (family, tp)
+            if expected is not None:
+                assert (logits - expected).abs().max().item() <= 1e-9, (family, tp)
 
 
 @pytest.mark.ranks(4)
