@@ -6,7 +6,7 @@ T tokens, R rows of this rank (see layers/rows), L rows with logits, D hidden.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -37,6 +37,14 @@ class DecoderStep:
     chunks: ChunkPlan | None  # of the experts; None in a model without any
 
 
+class _AttentionLayer(Protocol):
+    """Attention of either kind, on a cache of its own kind."""
+
+    def __call__(self, hidden: Tensor, step: AttentionStep, kv: Any) -> Tensor: ...
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]: ...
+
+
 class DecoderLayer:
     """One decoder layer.
 
@@ -47,7 +55,7 @@ class DecoderLayer:
         self, config: ModelConfig, setup: LayerSetup, exchange: ExpertExchange | None, names: MoeNames
     ) -> None:
         self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
-        self.attention: Any = (Attention if config.mla is None else MlaAttention)(config, setup)
+        self.attention: _AttentionLayer = (Attention if config.mla is None else MlaAttention)(config, setup)
         self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
         self.mlp: GatedMlp | MoeLayer
         if exchange is None:

@@ -73,6 +73,7 @@ def parse_deepseek_v3(fields: Fields) -> ModelConfig:
 
 
 def _parse_latent(fields: Fields, architecture: str, defaults: Defaults, *, interleaved: bool) -> ModelConfig:
+    fields.refuse_if_set("mlp_bias", "biases of MLPs are not supported for this architecture")
     q_lora_rank = None
     if fields.get("q_lora_rank") is not None or not fields.is_written("q_lora_rank"):
         q_lora_rank = fields.positive_int("q_lora_rank", default=1536)

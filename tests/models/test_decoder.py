@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from dist_infer.checkpoint.coverage import check_coverage
+from dist_infer.comm import expert
 from dist_infer.comm.collectives import Collectives, SingleCollectives
+from dist_infer.comm.expert_all_to_all import AllToAll
 from dist_infer.comm.mesh import Mesh, split_heads
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
@@ -124,6 +126,57 @@ def test_layouts_equal_the_oracle(
         for idx, (tokens, logits) in zip(group_prompts(mesh), result, strict=True):
             assert tokens == checkpoint.tokens[idx]
             torch.testing.assert_close(logits, checkpoint.logits[idx], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("world_size", "dp", "max_moe_tokens"), [(2, 2, None), (4, 4, 5), (4, 2, 7)])
+def test_the_all_to_all_gives_the_same(
+    checkpoint: Checkpoint,
+    world_size: int,
+    dp: int,
+    max_moe_tokens: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is for large prefills; here it takes every one."""
+    monkeypatch.setattr(expert, "_MIN_SELECTIVE_ROWS", 1)
+    monkeypatch.setattr(expert, "_MIN_SAVING", -1.0)
+    num_selective = []
+    run = AllToAll.run
+
+    def counted(self: AllToAll, *args: Any) -> Any:
+        num_selective.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(AllToAll, "run", counted)
+
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> list[tuple[list[int], Tensor]]:
+        model = load_layout(checkpoint.folder, mesh, world, tp, max_moe_tokens)
+        return generate_in_groups(model, mesh, world, tp)
+
+    for rank, result in enumerate(run_mesh(world_size, main, dp=dp)):
+        mesh = Mesh.create(world=world_size, rank=rank, dp=dp)
+        for idx, (tokens, logits) in zip(group_prompts(mesh), result, strict=True):
+            assert tokens == checkpoint.tokens[idx]
+            torch.testing.assert_close(logits, checkpoint.logits[idx], rtol=0, atol=1e-9)
+    assert num_selective
+
+
+@pytest.mark.parametrize(("dtype", "worst"), [(torch.float32, 1e-3), (torch.bfloat16, 0.15)])
+def test_narrower_dtypes_stay_close(checkpoint: Checkpoint, dtype: torch.dtype, worst: float) -> None:
+    """Logits of a whole prompt: the median over its rows, as rounding may tip a choice of experts here and there."""
+    tokens = [*PROMPTS[2], *checkpoint.tokens[2][:-1]]
+    logits = []
+    for used in (torch.float64, dtype):
+        model = load_tiny_model(checkpoint.folder, dtype=used)
+        heads = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
+        runner = Runner(model, KVCache(model.config, heads, 7, BLOCK_SIZE, used, CPU), max_num_seqs=1, device=CPU)
+        inputs = runner.prepare(make_batch([Part(token_ids=tokens, start=0, pages=range(7))], block_size=BLOCK_SIZE))
+        hidden = runner.forward(inputs)
+        assert hidden.dtype == used
+        logits.append(runner.logits(hidden, torch.arange(len(tokens))).double())
+    truth, ours = logits
+    assert bool(ours.isfinite().all())
+    errors = (ours - truth).norm(dim=1) / truth.norm(dim=1)
+    assert errors.median().item() < worst
 
 
 def load_layout(folder: Path, mesh: Mesh, world: Collectives, tp: Collectives, max_moe_tokens: int | None) -> Decoder:

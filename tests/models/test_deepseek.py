@@ -183,6 +183,7 @@ def test_defaults_are_those_of_transformers(version: str, config: dict[str, Any]
         (V3, {"num_key_value_heads": 64}, "num_key_value_heads 64 differs from num_attention_heads 128"),
         (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+        (V2_LITE, {"mlp_bias": True}, "mlp_bias is set; biases of MLPs are not supported"),
         (V3, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         (V3, {"n_group": 256, "topk_group": 128}, "n_group 256 leaves one expert a group"),
         (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported: softmax"),
