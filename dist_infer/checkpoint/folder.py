@@ -1,15 +1,13 @@
 """A model folder as Hugging Face writes it. Its code (`auto_map`) is never run; intake/text reads its tokenizer."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from dist_infer.checkpoint.safetensors import find_weights
 from dist_infer.errors import CheckpointError, UsageError
 
-_EXPECTED = "--model takes a folder with config.json, tokenizer.json and *.safetensors"
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_EXPECTED = "--model takes a folder with config.json, tokenizer.json and *.safetensors, or a .gguf file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +15,13 @@ class ModelFolder:
     """What is in the folder beside weights and tokenizer. A file that may be absent gives {}."""
 
     path: Path
+    name: str  # what records call the model
     config: dict[str, object]
     generation_config: dict[str, object]
 
 
-def open_model_folder(path: str | Path, *, weights: bool = True) -> ModelFolder:
-    """Reads the small files of a folder; `weights` says whether it must hold weights, too.
+def open_model_folder(path: str | Path, *, weights: bool = True, name: str | None = None) -> ModelFolder:
+    """Reads the small files of a folder; `weights` says whether it must hold weights, too. `name` None: the folder's.
 
     Errors: UsageError for a folder or file that isn't there and for weights that are pickled only; CheckpointError for
         a corrupt file.
@@ -35,6 +34,7 @@ def open_model_folder(path: str | Path, *, weights: bool = True) -> ModelFolder:
         find_weights(folder)
     return ModelFolder(
         path=folder,
+        name=name or folder.resolve().name,
         config=_read_json(config_path),
         generation_config=_read_json(folder / "generation_config.json"),
     )
@@ -46,11 +46,6 @@ def _existing_folder(path: str) -> Path:
         return folder
     if folder.exists():
         raise UsageError(f"{path}: is a file; {_EXPECTED}")
-    if _HUB_ID.fullmatch(path):
-        raise UsageError(
-            f"{path}: there is no such folder, and nothing is downloaded; "
-            f"fetch a Hub model first: hf download {path} --local-dir FOLDER"
-        )
     raise UsageError(f"{path}: there is no such folder")
 
 

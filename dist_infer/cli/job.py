@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from dist_infer import __version__
-from dist_infer.checkpoint.default_model import default_model_path
 from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, RunOptions
 from dist_infer.comm.mesh import Mesh
@@ -222,11 +222,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _plan(options: RunOptions, environment: Environment, world: World) -> ShardPlan:
     mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp, ep=options.ep)
-    if options.model is None:
-        path = default_model_path(environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model"))
-        folder = open_model_folder(path)
-    else:
-        folder = open_model_folder(options.model, weights=options.load_format != "dummy")
+    model = find_model(
+        options.model, environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model")
+    )
+    folder = open_model_folder(model.path, weights=options.load_format != "dummy", name=model.name)
     return plan_shard(folder, mesh, dtype=options.dtype, device=world.device)
 
 
@@ -281,7 +280,7 @@ def _open_batch(
             defaults=read_sampling_defaults(plan.folder.generation_config),
         ),
         eos_token_ids=collect_eos_ids(plan.config.eos_token_ids, plan.folder.generation_config, text),
-        model_name=plan.folder.path.name,
+        model_name=plan.folder.name,
         run_seed=files.seed,
         num_failed_before=files.num_failed,
         progress=progress,

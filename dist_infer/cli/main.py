@@ -10,6 +10,7 @@ import typer
 from dist_infer import __version__
 from dist_infer.cli.environment import read_launcher
 from dist_infer.cli.run import run
+from dist_infer.cli.spellings import explain_unknown
 from dist_infer.errors import DistInferError, UsageError
 
 # The parser's own error for a wrong command line. Its name is no public one of typer; its child BadParameter is.
@@ -49,13 +50,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     launcher = read_launcher(os.environ)
     speaks = launcher is None or launcher.rank == 0
+    words = list(sys.argv[1:] if args is None else args)
     try:
         command = typer.main.get_command(app)
-        code = command.main(list(args) if args is not None else None, prog_name="dist-infer", standalone_mode=False)
-        return int(code or 0)
+        return int(command.main(words, prog_name="dist-infer", standalone_mode=False) or 0)
     except _ParserError as error:
         if speaks:
-            error.show()
+            hint = _explain(error, words)
+            if hint is None:
+                error.show()
+            else:
+                print(f"dist-infer: error: {hint}", file=sys.stderr, flush=True)
         return int(error.exit_code)
     except DistInferError as error:
         if speaks or not isinstance(error, UsageError):
@@ -63,3 +68,15 @@ def main(args: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except typer.Abort:
         return 130
+
+
+def _explain(error: Any, words: Sequence[str]) -> str | None:
+    """What to write instead of an option that only other tools have."""
+    refused = getattr(error, "option_name", None)
+    if refused is None or error.ctx is None:
+        return None
+    # of -tp the parser says -t
+    meant = [
+        word for word in words if word.split("=")[0] == refused or (len(refused) == 2 and word.startswith(refused))
+    ]
+    return explain_unknown(meant, [name for parameter in error.ctx.command.params for name in parameter.opts])

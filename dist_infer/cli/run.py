@@ -1,10 +1,13 @@
 """`dist-infer run`: options in, exit code out."""
 
 import os
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
 
+from dist_infer.cli.config_file import Kind, Setting, format_config, read_config
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import (
     DEFAULT_KV_MEMORY_FRACTION,
@@ -16,10 +19,33 @@ from dist_infer.cli.options import (
     parse_shard,
 )
 
+_KINDS: Mapping[object, Kind] = MappingProxyType({bool: "flag", int: "integer", float: "number", list[str]: "texts"})
 _FRACTIONS = ", ".join(f"{fraction:g} on {device}" for device, fraction in DEFAULT_KV_MEMORY_FRACTION.items())
 
 
+def settings() -> list[Setting]:
+    """The options of `run` that may stand in a file."""
+    found = []
+    for name, hint in get_type_hints(run, include_extras=True).items():
+        if get_origin(hint) is not Annotated or name in ("config", "print_config"):
+            continue
+        declared, option = get_args(hint)
+        names = (option.default, *(option.param_decls or ()))  # in Annotated the first name stands where a default may
+        spelling = next(name for name in names if str(name).startswith("--"))
+        kinds = (_KINDS.get(one) for one in (declared, *get_args(declared)))
+        found.append(Setting(name, spelling, next((kind for kind in kinds if kind), "text")))
+    return found
+
+
+def _load_config(context: typer.Context, path: str | None) -> str | None:
+    """Values of the file become the defaults of this call; it is read before the other options."""
+    if path is not None:
+        context.default_map = read_config(path, settings())
+    return path
+
+
 def run(
+    context: typer.Context,
     input: Annotated[
         str | None,
         typer.Option(
@@ -70,8 +96,9 @@ def run(
         str | None,
         typer.Option(
             "--model",
-            metavar="FOLDER",
-            help="Model folder in Hugging Face form: config.json, safetensors, tokenizer.json. "
+            metavar="MODEL",
+            help="Model folder in Hugging Face form (config.json, safetensors, tokenizer.json), GGUF file of a Llama, "
+            "or id of a model in the local Hugging Face cache; nothing is downloaded. "
             "[default: the embedded SmolLM2-135M-Instruct]",
         ),
     ] = None,
@@ -171,6 +198,19 @@ def run(
         float,
         typer.Option("--step-timeout", metavar="SECONDS", help="The job is aborted when a step takes longer."),
     ] = 300.0,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            is_eager=True,
+            callback=_load_config,
+            help="Options from a TOML file, named as here without the dashes; the command line wins.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all options as such a file, and run nothing.")
+    ] = False,
 ) -> int:
     """Answer the requests of a file, or a few prompts, and end.
 
@@ -208,6 +248,10 @@ def run(
         step_timeout_s=step_timeout,
     )
     environment = Environment.read(os.environ)
+    if print_config:
+        if environment.speaks:
+            typer.echo(format_config(settings(), context.params), nl=False)
+        return 0
     options.check_launcher(environment.launcher.name if environment.launcher else None)
     # The one import inside a function: it brings torch and MPI, which --help and wrong options must not wait for.
     from dist_infer.cli.job import run_job

@@ -1,7 +1,8 @@
-"""One line of input -> a checked request. Two forms are read:
+"""One line of input -> a checked request. Three forms are read:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 9}}
     {"prompt": "Once upon a time", "max_tokens": 9}
+    {"task_id": 1, "prompt": "Once upon a time", "output_tokens": 9}
 
 Whatever would change the answer and is not implemented is refused with the name of the field, never ignored.
 Checks are written by hand: a request is small, and each message names the field, the value and what would be
@@ -18,6 +19,7 @@ from typing import Any
 
 from dist_infer.errors import RequestError
 from dist_infer.intake import sampling_fields
+from dist_infer.intake.bench_line import from_bench_line
 from dist_infer.intake.fields import (
     Body,
     check_text,
@@ -92,7 +94,7 @@ def parse_line(line: int, text: str) -> ParsedRequest | BadLine:
     """Check one line of input; `line` counts from 1. Never raises."""
     custom_id = line_id(line)
     try:
-        fields = _load_object(text)
+        fields = from_bench_line(_load_object(text))
         custom_id = _custom_id(fields, line)
         endpoint, body = _endpoint_and_body(fields)
         return _parse_body(line, custom_id, endpoint, body)

@@ -22,7 +22,8 @@ def folder(tmp_path: Path) -> Path:
 def test_folder_with_everything(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     model = open_model_folder(str(folder))
-    assert model.path == folder
+    assert (model.path, model.name) == (folder, "model")
+    assert open_model_folder(folder, name="org/model").name == "org/model"
     assert model.config == {"model_type": "llama"}
     assert model.generation_config == {"eos_token_id": [1, 2]}
 
@@ -35,13 +36,6 @@ def test_folder_with_the_least(folder: Path) -> None:
 def test_absent_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no such folder$"):
         open_model_folder(tmp_path / "nothing")
-
-
-def test_hub_id_is_not_downloaded() -> None:
-    with pytest.raises(
-        UsageError, match=r"no such folder, and nothing is downloaded; .*hf download some-org/model_1\.5 "
-    ):
-        open_model_folder("some-org/model_1.5")
 
 
 def test_file_instead_of_a_folder(folder: Path) -> None:

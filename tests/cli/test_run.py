@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 from random import Random
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,45 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
 def test_defaults_are_those_of_the_options(jobs: list[tuple[RunOptions, Environment]]) -> None:
     main(["run", "--prompt", "one", "--prompt", "two", "--kv-memory-fraction", "0.5"])
     assert jobs[0][0] == RunOptions(prompts=("one", "two"), kv_memory_fraction=0.5)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(
+    jobs: list[tuple[RunOptions, Environment]], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'prompt = ["a", "b"]\nmax-num-seqs = 5\nmax_num_tokens = 6\nno-prefix-cache = true\ndtype = "float32"\n'
+        "step-timeout = 7\nseed = -3\n"
+    )
+    assert main(["run", "--max-num-seqs", "9", "--config", str(path)]) == 3
+    assert main(["run", "--config", str(path), "--prompt", "c", "--dtype", "float64"]) == 3
+    file: dict[str, Any] = {"max_num_tokens": 6, "prefix_cache": False, "step_timeout_s": 7.0, "seed": -3}
+    assert jobs[0][0] == RunOptions(prompts=("a", "b"), max_num_seqs=9, dtype="float32", **file)
+    assert jobs[1][0] == RunOptions(prompts=("c",), max_num_seqs=5, dtype="float64", **file)
+
+
+def test_a_value_of_the_file_is_checked_like_one_of_the_command_line(
+    jobs: list[tuple[RunOptions, Environment]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    for text, message in (("tp = 0", "--tp is 0"), ('dtype = "int8"', "int8"), ("pt = 1", "unknown key pt")):
+        path.write_text(text)
+        assert main(["run", "--prompt", "x", "--config", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert jobs == []
+
+
+def test_the_printed_file_gives_the_same_options(
+    jobs: list[tuple[RunOptions, Environment]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "-i", "in", "-o", 'out "1"', "--shard", "2/3", "--tp", "4", "--kv-memory-fraction", "0.25"]
+    words += ["--no-prefix-cache"]
+    assert main(words) == 3
+    assert main([*words, "--print-config"]) == 0
+    path = tmp_path / "run.toml"
+    path.write_text(capsys.readouterr().out)
+    assert main(["run", "--config", str(path)]) == 3
+    assert len(jobs) == 2 and jobs[0] == jobs[1]
 
 
 def test_resume_arrives(jobs: list[tuple[RunOptions, Environment]]) -> None:

@@ -1,0 +1,70 @@
+"""What other tools call our options: refused, with our spelling named."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+# Written with dashes; underscores read the same. Source: the command lines of vLLM and of trtllm-bench.
+_OURS: Mapping[str, str] = MappingProxyType(
+    {
+        "-tp": "--tp",
+        "-dp": "--dp",
+        "-ep": "--ep",
+        "--tensor-parallel-size": "--tp",
+        "--tp-size": "--tp",
+        "--data-parallel-size": "--dp",
+        "--dp-size": "--dp",
+        "--enable-expert-parallel": "--ep",
+        "--expert-parallel-size": "--ep",
+        "--ep-size": "--ep",
+        "--max-batch-size": "--max-num-seqs",
+        "--max-num-batched-tokens": "--max-num-tokens",
+        "--max-seq-len": "--max-model-len",
+        "--max-input-len": "--max-model-len",
+        "--concurrency": "--max-inflight",
+        "--max-concurrency": "--max-inflight",
+        "--gpu-memory-utilization": "--kv-memory-fraction",
+        "--kv-cache-free-gpu-mem-fraction": "--kv-memory-fraction",
+        "--num-gpu-blocks-override": "--num-kv-blocks",
+        "--tokens-per-block": "--block-size",
+        "--no-enable-prefix-caching": "--no-prefix-cache",
+        "--model-path": "--model",
+        "--checkpoint-path": "--model",
+        "--input-file": "--input",
+        "--dataset": "--input",
+        "--dataset-path": "--input",
+        "--output-file": "--output",
+        "--random-seed": "--seed",
+        "--uvicorn-log-level": "--log-level",
+    }
+)
+_NEEDLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "--enable-prefix-caching": "prefixes are cached unless --no-prefix-cache is given",
+        "--enable-chunked-prefill": "prompts are always computed in chunks of --max-num-tokens",
+        "--trust-remote-code": "code of a checkpoint is never run",
+        "--pipeline-parallel-size": "a model is cut by --tp and --ep only",
+        "--pp-size": "a model is cut by --tp and --ep only",
+        "--distributed-executor-backend": "start the ranks by mpirun or srun",
+        "--nnodes": "start the ranks by mpirun or srun",
+        "--nproc-per-node": "start the ranks by mpirun or srun",
+    }
+)
+
+
+def explain_unknown(words: Sequence[str], known: Sequence[str]) -> str | None:
+    """What to write for the first word that is an option of another tool; None where none is.
+
+    `words` is a command line that was refused, `known` our options.
+    """
+    for word in words:
+        given = word.split("=")[0]
+        if not given.startswith("-") or given in known:
+            continue
+        name = given.replace("_", "-")
+        if name in known:
+            return f"{given}: here it is spelt {name}"
+        if name in _OURS and _OURS[name] in known:
+            return f"{given}: here it is {_OURS[name]}"
+        if name in _NEEDLESS:
+            return f"{given} is no option here: {_NEEDLESS[name]}"
+    return None

@@ -1,0 +1,45 @@
+import pytest
+
+from dist_infer.cli.main import main
+from dist_infer.cli.run import settings
+from dist_infer.cli.spellings import _OURS, explain_unknown
+
+KNOWN = [setting.spelling for setting in settings()]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: here it is --tp"),
+        (["--tensor_parallel_size=2"], "--tensor_parallel_size: here it is --tp"),
+        (["-tp", "2"], "-tp: here it is --tp"),
+        (["--prompt", "x", "--max_batch_size", "4"], "--max_batch_size: here it is --max-num-seqs"),
+        (["--gpu-memory-utilization", "0.9"], "here it is --kv-memory-fraction"),
+        (["--max_num_seqs", "4"], "--max_num_seqs: here it is spelt --max-num-seqs"),
+        (["--trust-remote-code"], "code of a checkpoint is never run"),
+        (["--pp_size", "2"], "a model is cut by --tp and --ep only"),
+    ],
+)
+def test_spellings_of_others(words: list[str], told: str) -> None:
+    assert told in str(explain_unknown(words, KNOWN))
+
+
+@pytest.mark.parametrize("words", [[], ["--bogus"], ["word", "tensor-parallel-size"], ["--tp", "2"]])
+def test_anything_else_is_left_to_the_parser(words: list[str]) -> None:
+    assert explain_unknown(words, KNOWN) is None
+
+
+def test_every_spelling_leads_to_an_option_that_is_there() -> None:
+    assert set(_OURS.values()) <= set(KNOWN)
+    assert not set(_OURS) & set(KNOWN)
+
+
+@pytest.mark.parametrize("words", [["--max_batch_size", "4", "--prompt", "x"], ["--prompt", "x", "-tp", "2"]])
+def test_the_command_line_says_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert "here it is --" in capsys.readouterr().err
+
+
+def test_a_prompt_may_read_like_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--prompt", "--max_batch_size", "--bogus"]) == 2
+    assert "--bogus" in capsys.readouterr().err
