@@ -92,8 +92,8 @@ def load_shard(
     parameter_bytes = load_weights(
         slots, source, ignored=model.ignored_weights, tied=model.tied_weights, on_tensor=on_tensor
     )
-    shapes = {slot.name: slot.shape for slot in slots}
-    model_bytes = sum(prod(shape) for shape in shapes.values()) * plan.dtype.itemsize
+    tensor_bytes = {slot.name: prod(slot.shape) * slot.into.element_size() for slot in slots}
+    model_bytes = sum(tensor_bytes.values())
     return Shard(model=model, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
 
 

@@ -5,6 +5,7 @@ fall idle at other times), chunked prompts and reused blocks.
 """
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,30 @@ def test_jobs_in_every_layout_equal_the_oracle(world: World, shared_folder: Path
             if world.rank == 0:
                 case = (family, tp, dp, ep, max_moe_tokens, max_num_tokens, max_num_seqs)
                 assert answers.tokens == oracle_tokens(folder), case
+
+
+@pytest.mark.soak
+@pytest.mark.ranks(1, 2, 3, 4, timeout=3000)
+def test_all_families_layouts_and_chunk_limits_equal_the_oracle(world: World, shared_folder: Path) -> None:
+    """The full product; in `make test` it is pairwise here, and in one process in tests/models/test_decoder.py."""
+    tiny_families = pytest.importorskip("tests.tiny_families")
+    divisors = [size for size in range(1, world.size + 1) if world.size % size == 0]
+    for family in tiny_families.CONFIGS:
+        folder = make_folder(world, shared_folder, family)
+        for dp, ep, max_moe_tokens in product(divisors, divisors, (1, 7, 100, None)):
+            served = load(world, folder, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
+            for depth, max_num_tokens, max_num_seqs in product((0, 1), (5, 256), (1, 8)):
+                answers = served.run(
+                    requests(),
+                    depth=depth,
+                    max_num_tokens=max_num_tokens,
+                    max_num_seqs=max_num_seqs,
+                    block_size=4,
+                    num_kv_blocks=120,
+                )
+                if world.rank == 0:
+                    case = (family, dp, ep, max_moe_tokens, depth, max_num_tokens, max_num_seqs)
+                    assert answers.tokens == oracle_tokens(folder), case
 
 
 @pytest.mark.ranks(2, 4, timeout=100)

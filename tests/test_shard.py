@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from dist_infer.checkpoint.folder import open_model_folder
-from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import CheckpointError, UsageError
 from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
+from tests.fake_collectives import run_mesh
+from tests.tiny_families import make_tiny
 from tests.tiny_models import make_tiny_llama
 
 CPU = torch.device("cpu")
@@ -40,6 +42,32 @@ def test_a_filled_shard_knows_its_size(tmp_path: Path, tie: bool) -> None:
     assert shard.parameter_bytes == shard.model_bytes
     assert ("lm_head.weight" in named) is not tie
     assert len(named) == len(set(named)) == 2 + 9 * 3 + (not tie)
+
+
+def test_a_shard_with_experts_knows_its_size(tmp_path: Path) -> None:
+    """Every rank holds its own experts and nothing of the others'; routers stay in float32 whatever the dtype."""
+    folder = make_tiny(tmp_path, "mixtral", dtype="bfloat16", num_local_experts=4)
+    model_plan = plan(folder, dtype="bfloat16")
+    whole = load_shard(model_plan, SingleCollectives(), on_tensor=lambda _: None)
+    assert whole.parameter_bytes == whole.model_bytes
+    wide = sum(slot.into.nbytes for slot in whole.model.weight_slots() if slot.into.dtype == torch.float32)
+    assert wide == 3 * 4 * 32 * 4
+    expert_bytes = sum(slot.into.nbytes for slot in whole.model.weight_slots() if ".experts." in slot.name)
+
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> int:
+        part = plan_shard(open_model_folder(folder), mesh, dtype="bfloat16", device=CPU)
+        shard = load_shard(part, tp, world=world, on_tensor=lambda _: None)
+        assert shard.model_bytes == whole.model_bytes
+        return shard.parameter_bytes
+
+    for held in run_mesh(2, main, dp=2):
+        assert held == whole.parameter_bytes - expert_bytes // 2
+
+
+def test_a_rank_without_an_expert_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "mixtral", num_local_experts=3)
+    with pytest.raises(UsageError, match="--ep 4 leaves ranks without an expert: the model has 3; .* --ep 2"):
+        plan(folder, world=4)
 
 
 def test_random_weights_need_only_the_geometry(tmp_path: Path) -> None:

@@ -49,21 +49,25 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(folder, [tokens for tokens, _ in expected], torch.stack([rows for _, rows in expected]))
 
 
-def make_runner(model: Decoder, tp: Collectives, num_seqs: int) -> Runner:
+def make_runner(model: Decoder, tp: Collectives, num_seqs: int, device: torch.device = CPU) -> Runner:
     shard = split_heads(model.config.num_heads, model.config.num_kv_heads, tp.size, tp.rank)
-    return Runner(
-        model, KVCache(model.config, shard, 7 * num_seqs, BLOCK_SIZE, torch.float64, CPU), max_num_seqs=8, device=CPU
-    )
+    kv_cache = KVCache(model.config, shard, 7 * num_seqs, BLOCK_SIZE, torch.float64, device)
+    return Runner(model, kv_cache, max_num_seqs=8, device=device)
 
 
 def generate(
-    model: Decoder, tp: Collectives, prompts: Sequence[Sequence[int]], *, chunk: int = 1000
+    model: Decoder,
+    tp: Collectives,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk: int = 1000,
+    device: torch.device = CPU,
 ) -> tuple[list[list[int]], Tensor]:
     """Greedy tokens of the prompts in one batch, and the logits [prompt, token, V] that they were chosen from.
 
     Prompts come in chunks of at most `chunk` tokens; a sequence that is done with its prompt decodes meanwhile.
     """
-    runner = make_runner(model, tp, len(prompts))
+    runner = make_runner(model, tp, len(prompts), device)
     # Pages far apart and out of order: sequence s has s, s + n, ... from the end.
     pages = [list(range(seq, runner.kv_cache.num_blocks, len(prompts)))[::-1] for seq in range(len(prompts))]
     seqs, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
@@ -93,6 +97,18 @@ def test_tokens_and_logits_equal_the_oracle(checkpoint: Checkpoint, tp_size: int
         assert tokens == checkpoint.tokens
         assert torch.equal(logits, results[0][1])
         torch.testing.assert_close(logits, checkpoint.logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_gpu_gives_what_a_cpu_gives(family: str, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, family)
+    device = torch.device("cuda")
+    tokens, logits = generate(load_tiny_model(folder), SingleCollectives(), PROMPTS, chunk=15)
+    model = load_tiny_model(folder, device=device)
+    on_gpu, gpu_logits = generate(model, SingleCollectives(), PROMPTS, chunk=15, device=device)
+    assert on_gpu == tokens
+    torch.testing.assert_close(gpu_logits.cpu(), logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 16])
