@@ -11,6 +11,7 @@ from dist_infer.checkpoint.default_model import default_model_path
 from dist_infer.errors import UsageError
 from dist_infer.launch.world import World
 from dist_infer.types import Request, SamplingParams
+from tests import sampling_oracle
 from tests.serving import Served, load, log_probabilities, on_rank_0
 
 ORACLE = json.loads((Path(__file__).parent / "data" / "smollm2_oracle.json").read_text())["prompts"]
@@ -94,6 +95,30 @@ def test_tiny_llamas_equal_the_float64_oracle(world: World, shared_folder: Path,
         for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
             rows = served.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
             assert (rows - logits).abs().max().item() <= 1e-9, (tp, dp)
+
+
+@pytest.mark.ranks(2, 3, timeout=120)
+def test_every_sampling_option_gives_what_its_formula_says(world: World, shared_folder: Path) -> None:
+    """Whole prompts and chunks, depth 0 and 1, roomy and with preemptions; the same tokens in each layout."""
+    tiny_models = pytest.importorskip("tests.tiny_models")
+    pytest.importorskip("transformers")
+    folder = shared_folder / "llama-sampling"
+    on_rank_0(world, lambda: tiny_models.make_tiny_llama(folder, 6, 3, num_layers=2, seed=3))
+    requests = sampling_oracle.numbered([*sampling_oracle.GREEDY, *sampling_oracle.SAMPLED])
+    oracle = sampling_oracle.Oracle(tiny_models.LiftedOracle(folder)) if world.rank == 0 else None
+    first: dict[int, list[int]] | None = None
+    for tp, dp in [(world.size, 1), (1, world.size)]:
+        served = load(world, folder, tp=tp, dp=dp)
+        for depth, limits in (
+            (0, {}),
+            (1, {"max_num_tokens": 16}),
+            (1, {"max_num_tokens": 19, "num_kv_blocks": 16, "block_size": 4}),
+        ):
+            answers = served.run(requests, depth=depth, **limits)
+            if oracle is not None:
+                sampling_oracle.check_all(oracle, requests, answers)
+                first = first or answers.tokens
+                assert answers.tokens == first, (tp, dp, depth, limits)
 
 
 @pytest.mark.ranks(2, 4)

@@ -1,20 +1,17 @@
-"""Every option of sampling through the whole engine, on 2 and 3 ranks, by formulas over transformers in float64."""
+"""Requests with every option of sampling, and what must come out: formulas over transformers in float64."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import pytest
 import torch
+from torch import Tensor
 
-from dist_infer.launch.world import World
 from dist_infer.types import Request, SamplingParams, TokenScore
-from tests.serving import RequestList, load, on_rank_0
+from tests.serving import RequestList
 
-LAYOUTS = {2: [(2, 1)], 3: [(3, 1), (1, 3)]}  # (tp, dp) by world size
 VOCAB_SIZE = 131
 TOLERANCE = 1e-9
 PROMPT = [7, 3, 90, 11, 54, 3, 7, 7]
@@ -70,13 +67,18 @@ def edited(logits: Sequence[float], request: Request, answer: Sequence[int]) -> 
     return values
 
 
+class HasLogits(Protocol):
+    """tiny_models.LiftedOracle, which needs transformers."""
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, V] in float64."""
+
+
 class Oracle:
     """What must come out, replayed over the logits of transformers."""
 
-    def __init__(self, folder: Path) -> None:
-        from tests.tiny_models import LiftedOracle
-
-        self.logits = cache(LiftedOracle(folder).logits)
+    def __init__(self, model: HasLogits) -> None:
+        self.logits = cache(model.logits)
 
     def check_greedy(self, request: Request, answer: list[int], reason: str) -> None:
         asked = request.sampling
@@ -131,18 +133,8 @@ def kept(values: Sequence[float], asked: SamplingParams) -> set[int]:
     return result
 
 
-@pytest.fixture(scope="session")
-def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama, the same for all ranks of this launch."""
-    tiny_models = pytest.importorskip("tests.tiny_models")
-    pytest.importorskip("transformers")
-    own = str(tmp_path_factory.mktemp("sampling-job"))
-    path = Path(world.vote("folder", None, {"path": own})[0]["path"]) / "llama"
-    on_rank_0(world, lambda: tiny_models.make_tiny_llama(path, 6, 3, num_layers=2, seed=3))
-    return path
-
-
 def check_all(oracle: Oracle, requests: Sequence[Request], answers: RequestList) -> None:
+    """Tokens, ends and scores of every request."""
     for request in requests:
         key, asked = request.request_id, request.sampling
         answer, reason = answers.tokens[key], answers.reasons[key]
@@ -155,28 +147,3 @@ def check_all(oracle: Oracle, requests: Sequence[Request], answers: RequestList)
         assert {len(score.top) for score in prompt_scores} <= {asked.prompt_logprobs}
         oracle.check_scores(request, answer, scores, len(request.prompt_ids))
         oracle.check_scores(request, answer, prompt_scores, 1)
-
-
-@pytest.mark.ranks(2, 3, timeout=120)
-def test_every_option_gives_what_its_formula_says(world: World, folder: Path) -> None:
-    """Whole prompts and chunks, depth 0 and 1, roomy and with preemptions; one token for each layout."""
-    requests = numbered([*GREEDY, *SAMPLED])
-    oracle = Oracle(folder) if world.rank == 0 else None
-    seen: list[dict[int, list[int]]] = []
-    for tp, dp in LAYOUTS[world.size]:
-        served = load(world, folder, tp=tp, dp=dp)
-        for depth, limits in (
-            (0, {}),
-            (1, {"max_num_tokens": 16}),
-            (1, {"max_num_tokens": 19, "num_kv_blocks": 16, "block_size": 4}),
-        ):
-            answers = served.run(requests, depth=depth, **limits)
-            if oracle is not None:
-                if not seen or tp != LAYOUTS[world.size][0][0]:
-                    check_all(oracle, requests, answers)
-                seen.append(answers.tokens)
-                assert answers.tokens == seen[0], (tp, dp, depth, limits)
-                for key, scores in answers.prompt_scores.items():
-                    assert [score.token_id for score in scores] == (
-                        list(requests[key].prompt_ids[1:]) if requests[key].sampling.prompt_logprobs is not None else []
-                    )
