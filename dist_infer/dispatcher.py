@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dist_infer.errors import ExitCode, worst_exit_code
+from dist_infer.metrics import ServingMeter
 from dist_infer.types import Admission, News, Request, StepOutput
 
 
@@ -62,6 +63,7 @@ class Dispatcher:
     frontend: Frontend
     num_groups: int
     max_inflight: int
+    meter: ServingMeter = field(default_factory=ServingMeter)
     _open: dict[int, _Open] = field(default_factory=dict)
     _load: list[int] = field(init=False)
     _ended: bool = False
@@ -87,6 +89,7 @@ class Dispatcher:
         for output in outputs:
             if (entry := self._open.get(output.request_id)) is None:
                 continue  # aborted: what was still in flight is dropped
+            self.meter.delivered(output)
             entry.tokens -= len(output.token_ids)
             self._load[entry.group] -= len(output.token_ids)
             if output.finish_reason is not None:
@@ -114,12 +117,14 @@ class Dispatcher:
             group_of[request.request_id] = group
             self._open[request.request_id] = _Open(group, _cost(request))
             self._load[group] += _cost(request)
+            self.meter.admitted(request)
         return tuple(Admission(group=group_of[request.request_id], request=request) for request in requests)
 
     def _close(self, request_id: int) -> bool:
         if (entry := self._open.pop(request_id, None)) is None:
             return False
         self._load[entry.group] -= entry.tokens
+        self.meter.forget(request_id)
         return True
 
 

@@ -66,6 +66,7 @@ class Engine:
     """One rank's loop over steps.
 
     `vote(stage, error)` is called by all ranks when the table shows an error and raises the same error on each.
+    `on_end` is called by all ranks before the farewell of a job that did not fail, so it may be collective.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Engine:
         vote: Callable[[str, BaseException | None], object],
         depth: int,
         dispatcher: Dispatcher | None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         if (dispatcher is not None) != (mesh.rank == 0):
             raise ValueError("rank 0, and no other rank, has the dispatcher")
@@ -92,6 +94,7 @@ class Engine:
         self._vote = vote
         self._depth = depth
         self._dispatcher = dispatcher
+        self._on_end = on_end
         self._agreement = Agreement(mesh, control, depth)
         self._step = 0
         self._error: Exception | None = None
@@ -270,6 +273,8 @@ class Engine:
         with self._votable():
             if self._dispatcher is not None:
                 code = self._dispatcher.close(drained=self._agreement.last.drain)
+        with self._votable():
+            self._on_end()
         if self._error is not None:
             code = ExitCode.ERROR
         worst = worst_exit_code(self._control.farewell(code))

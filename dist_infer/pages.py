@@ -32,6 +32,7 @@ class PoolCounters:
     allocated: int = 0
     shared: int = 0  # handed out again by their hash
     evicted: int = 0  # registrations given up for a new owner
+    peak_held: int = 0  # most that sequences held at once
 
 
 class BlockPool:
@@ -72,6 +73,7 @@ class BlockPool:
             self._num_holders[block] = 1
             blocks.append(block)
         self.counters.allocated += count
+        self._note_peak()
         return blocks
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -95,6 +97,10 @@ class BlockPool:
                 del self._cached[block]
             self._num_holders[block] += 1
         self.counters.shared += len(blocks)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.counters.peak_held = max(self.counters.peak_held, self.num_blocks - self.num_free)
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Make a full block reusable, once its KV has been computed; an equal block that is registered already wins."""

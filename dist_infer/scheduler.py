@@ -142,6 +142,11 @@ class Scheduler:
         return len(self._waiting) + len(self._preempted) + len(self._running) + len(self._preempting)
 
     @property
+    def peak_blocks(self) -> int:
+        """Most KV blocks that sequences have held at once."""
+        return self._pool.counters.peak_held
+
+    @property
     def num_free_blocks(self) -> int:
         """KV blocks that no sequence holds."""
         return self._pool.num_free

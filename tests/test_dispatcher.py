@@ -116,3 +116,14 @@ def test_a_failure_answers_what_is_open_and_closes_the_output() -> None:
     broken = Queue(broken=True)
     Dispatcher(broken, 1, 1).fail_open("rank 1 died")  # a full disk doesn't hide the cause
     assert broken.num_closed == 1  # and its lock is given back
+
+
+def test_times_are_taken_on_the_way() -> None:
+    queue = Queue([Incoming(requests=[request(0, 5), request(1, 2)]), Incoming(aborts=[1])])
+    dispatcher = Dispatcher(queue, 1, max_inflight=3)
+    dispatcher.news(drain=False)
+    dispatcher.deliver([StepOutput(request_id=0, token_ids=(7, 8), finish_reason="stop")])
+    dispatcher.news(drain=False)
+    dispatcher.deliver([StepOutput(request_id=1, token_ids=(7,))])
+    meter = dispatcher.meter
+    assert (meter.prompt_tokens, meter.output_tokens, meter.first_from_admission.count) == (7, 2, 1)

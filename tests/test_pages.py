@@ -142,3 +142,16 @@ def test_random_calls_keep_the_books(seed: int) -> None:
         counts = [sum(block in own for own in held) for block in range(12)]
         assert [pool.num_holders(block) for block in range(12)] == counts
         assert pool.num_free == twin.num_free == counts.count(0)
+
+
+def test_the_peak_counts_blocks_that_are_held_not_those_that_are_cached() -> None:
+    pool = BlockPool(8)
+    first = pool.allocate(3)
+    pool.register(first[0], b"a")
+    pool.release(first)
+    assert pool.counters.peak_held == 3
+    pool.share(pool.match([b"a"]))
+    pool.allocate(1)
+    assert pool.counters.peak_held == 3
+    pool.allocate(4)
+    assert pool.counters.peak_held == 6

@@ -6,6 +6,7 @@ Each stage of the start ends with a vote, so that a rank that fails in it is nam
 import logging
 import os
 import platform
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,11 +20,12 @@ from dist_infer.checkpoint.folder import open_model_folder
 from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, RunOptions
+from dist_infer.cli.summary import RunSummary
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher
 from dist_infer.engine import Engine
-from dist_infer.errors import UsageError
+from dist_infer.errors import ExitCode, UsageError
 from dist_infer.intake.batch_job import BatchJob
 from dist_infer.intake.fingerprint import digest_model
 from dist_infer.intake.job_files import FileOptions, JobFiles
@@ -34,6 +36,7 @@ from dist_infer.intake.validate import RequestLimits
 from dist_infer.kv_cache import KVCache
 from dist_infer.launch.world import World, run_world
 from dist_infer.log import ProgressView, open_progress, setup_logging
+from dist_infer.metrics import ServingMeter
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.scheduler import Scheduler, check_fits
@@ -57,21 +60,33 @@ def run_job(options: RunOptions, environment: Environment) -> int:
 def _serve(options: RunOptions, environment: Environment, world: World) -> int:
     """Everything between the opening of the world and its farewell. Ranks: collective over the world."""
     setup_logging(level=options.log_level, host=world.host, rank=world.rank, size=world.size)
+    summary = RunSummary(options.summary if world.rank == 0 else None)
     files = _stage(
         world, "open input and output", lambda: _open_files(options, environment, world) if world.rank == 0 else None
     )
     try:
-        return _serve_files(options, environment, world, files)
+        _stage(world, "check the summary's place", lambda: summary.check([options.input, options.output]))
+        code = _serve_files(options, environment, world, files, summary)
+        summary.mark("serve")
+        summary.write(code)
+        return code
+    except BaseException as error:
+        summary.mark("serve" if summary.job is not None else "until the failure")
+        summary.write(int(getattr(error, "exit_code", ExitCode.ERROR)), f"{type(error).__name__}: {error}")
+        raise
     finally:
         if files is not None:
             files.close()
 
 
-def _serve_files(options: RunOptions, environment: Environment, world: World, files: JobFiles | None) -> int:
+def _serve_files(
+    options: RunOptions, environment: Environment, world: World, files: JobFiles | None, summary: RunSummary
+) -> int:
     """Rank 0 has the files. Ranks: collective over the world."""
     seed = _agree_on_seed(options, world, files)
     plan = _stage(world, "read the model's folder", lambda: _plan(options, environment, world))
     _stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
+    summary.mark("open")
     communicators = world.communicators(plan.mesh)
     tp = communicators.tp
     dummy_seed = seed if options.load_format == "dummy" else None
@@ -87,6 +102,7 @@ def _serve_files(options: RunOptions, environment: Environment, world: World, fi
             on_tensor=world.watchdog.progress,
         ),
     )
+    summary.mark("load")
     config = _agree_on_limits(options, plan, world)
     _stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
     runner = _stage(world, "make the KV cache", lambda: _make_runner(plan, shard, config))
@@ -100,18 +116,25 @@ def _serve_files(options: RunOptions, environment: Environment, world: World, fi
     )
     reports = _report_ready(world, plan, shard, config, seed)
     _stage(world, "begin the output", lambda: _begin_output(options, plan, config, files, reports))
+    summary.facts = _facts(plan, config, seed)
+    summary.num_resumed = files.num_resumed if files is not None else 0
+    scheduler = Scheduler(config, plan.mesh.dp_rank)
     sampler = Sampler(tp, shard.model.vocab_range, plan.config.vocab_size)
     engine = Engine(
         mesh=plan.mesh,
         control=world.control,
-        scheduler=Scheduler(config, plan.mesh.dp_rank),
+        scheduler=scheduler,
         runner=StepRunner(runner, sampler),
         watch=world.watchdog,
         stop_requested=world.signals.stop_requested,
         vote=world.vote,
         depth=config.depth,
-        dispatcher=None if job is None else _make_dispatcher(job, options, plan.mesh),
+        dispatcher=None if job is None else _make_dispatcher(job, options, plan.mesh, summary.meter),
+        on_end=lambda: _gather_reports(options, world, scheduler, summary),
     )
+    summary.job = job
+    summary.mark("prepare")
+    summary.meter.start()
     try:
         return int(engine.run())
     finally:
@@ -203,11 +226,9 @@ def _begin_output(
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "hosts": [report["host"] for report in reports],
                 "devices": [report["device"] for report in reports],
-                "layout": {"tp": plan.mesh.tp, "dp": plan.mesh.dp, "ep": plan.mesh.ep},
-                "limits": asdict(config),
                 "options": asdict(options),
                 "model_path": str(plan.folder.path),
-                "versions": _versions(),
+                **_facts(plan, config, files.seed),
             }
         )
 
@@ -287,10 +308,42 @@ def _open_batch(
     )
 
 
-def _make_dispatcher(job: BatchJob, options: RunOptions, mesh: Mesh) -> Dispatcher:
-    return Dispatcher(
-        job, mesh.dp, max_inflight=options.max_inflight or _INFLIGHT_PER_SEQ * options.max_num_seqs * mesh.dp
-    )
+def _make_dispatcher(job: BatchJob, options: RunOptions, mesh: Mesh, meter: ServingMeter) -> Dispatcher:
+    max_inflight = options.max_inflight or _INFLIGHT_PER_SEQ * options.max_num_seqs * mesh.dp
+    return Dispatcher(job, mesh.dp, max_inflight=max_inflight, meter=meter)
+
+
+def _facts(plan: ShardPlan, config: SchedulerConfig, seed: int) -> dict[str, object]:
+    """What a job is made of, for people."""
+    return {
+        "model": plan.folder.name,
+        "dtype": _name(plan.dtype),
+        "seed": seed,
+        "layout": {"tp": plan.mesh.tp, "dp": plan.mesh.dp, "ep": plan.mesh.ep},
+        "limits": asdict(config),
+        "versions": _versions(),
+    }
+
+
+def _gather_reports(options: RunOptions, world: World, scheduler: Scheduler, summary: RunSummary) -> None:
+    """What each rank knows for the summary. Ranks: collective over the world."""
+    if options.summary is None:
+        return
+    on_gpu = world.device.type == "cuda"
+    counters = scheduler.counters
+    report = {
+        "rank": world.rank,
+        "host": world.host,
+        "device": str(world.device),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(world.device) if on_gpu else None,
+        "kv_peak_blocks": scheduler.peak_blocks,
+        "steps": counters.steps,
+        "preemptions": counters.preemptions,
+        "admitted_tokens": counters.admitted_tokens,
+        "prefix_cached_tokens": counters.cached_tokens,
+    }
+    summary.reports = [*world.vote("summary", None, report)]
 
 
 def _report_ready(

@@ -68,6 +68,7 @@ class RunOptions:
     seed: int | None = None  # None: a fresh one, or that of the run that is resumed
     log_level: LogLevelOption = "info"
     step_timeout_s: float = 300.0
+    summary: str | None = None  # a path
 
     def __post_init__(self) -> None:
         """Check every value and that they don't contradict each other."""
@@ -131,7 +132,7 @@ class RunOptions:
             raise UsageError("--shard needs -i FILE: prompts are not dealt out")
         if self.load_format == "dummy" and self.model is None:
             raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
-        for name in ("input", "output", "model"):
+        for name in ("input", "output", "model", "summary"):
             if getattr(self, name) == "":
                 raise UsageError(f"{_spelling(name)} is empty; give a path")
 

@@ -198,6 +198,14 @@ def run(
         float,
         typer.Option("--step-timeout", metavar="SECONDS", help="The job is aborted when a step takes longer."),
     ] = 300.0,
+    summary: Annotated[
+        str | None,
+        typer.Option(
+            "--summary",
+            metavar="FILE",
+            help="Times, rates, latencies and memory of the job as JSON, also of one that fails or is stopped.",
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -246,6 +254,7 @@ def run(
         seed=seed,
         log_level=log_level,
         step_timeout_s=step_timeout,
+        summary=summary,
     )
     environment = Environment.read(os.environ)
     if print_config:

@@ -34,6 +34,8 @@ _OURS: Mapping[str, str] = MappingProxyType(
         "--dataset-path": "--input",
         "--output-file": "--output",
         "--random-seed": "--seed",
+        "--report-json": "--summary",
+        "--output-json": "--summary",
         "--uvicorn-log-level": "--log-level",
     }
 )

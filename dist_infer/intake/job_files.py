@@ -125,6 +125,11 @@ class JobFiles:
         )
 
     @property
+    def num_resumed(self) -> int:
+        """Records of earlier runs that stay."""
+        return self._earlier.num_kept if self._earlier is not None else 0
+
+    @property
     def keeps_run_file(self) -> bool:
         """The output is a file, with a run file beside it."""
         return self._output is not None

@@ -119,7 +119,9 @@ def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[J
         {"custom_id": "chat", "method": "POST", "url": "/v1/completions", "body": good},
         good | {"prompt": [131]},
     ]
-    jobs.append(Job(2, [*write_requests(folder, lines), "--model", str(model), "--dtype", "float64"]))
+    summary = folder / "summary.json"
+    options = ["--model", str(model), "--dtype", "float64", "--summary", str(summary)]
+    jobs.append(Job(2, [*write_requests(folder, lines), *options]))
     assert jobs[0].wait() == ExitCode.FAILED_REQUESTS, jobs[0].text()
     records = read_records(folder)
     assert len(records) == 7
@@ -128,11 +130,20 @@ def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[J
     choices = [records[name]["response"]["body"]["choices"][0]["token_ids"] for name in answered]
     assert len(choices[0]) == 5
     assert choices[0] == choices[1] == choices[2]
+    fields = json.loads(summary.read_text())
+    assert (fields["outcome"], fields["exit_code"]) == ("done with failed requests", ExitCode.FAILED_REQUESTS)
+    assert fields["requests"] == {"ok": 3, "failed": 4, "resumed": 0}
+    assert fields["tokens"] == {"prompt": 9, "output": 15}
+    assert set(fields["seconds"]) == {"open", "load", "prepare", "serve"}
+    assert fields["latency_s"]["first_token_from_admission"]["count"] == 3
+    assert [rank["rank"] for rank in fields["ranks"]] == [0, 1]
+    assert all(rank["kv_peak_blocks"] >= 1 and rank["admitted_tokens"] == 9 for rank in fields["ranks"])
+    assert fields["layout"] == {"tp": 2, "dp": 1, "ep": 2}
 
 
 def test_a_drain_gives_back_what_has_not_started(model: Path, folder: Path, jobs: list[Job]) -> None:
     arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
-    jobs.append(Job(2, arguments))
+    jobs.append(Job(2, [*arguments, "--summary", str(folder / "summary.json")]))
     jobs[0].wait_for_records(folder / "out.jsonl", 1)
     jobs[0].process.send_signal(signal.SIGUSR1)  # every launcher forwards it to all ranks
     assert jobs[0].wait() == ExitCode.DRAINED, jobs[0].text()
@@ -140,6 +151,8 @@ def test_a_drain_gives_back_what_has_not_started(model: Path, folder: Path, jobs
     assert 1 <= len(records) < 1000
     for record in records.values():
         assert record["response"]["body"]["usage"]["completion_tokens"] == 60
+    fields = json.loads((folder / "summary.json").read_text())
+    assert (fields["outcome"], fields["requests"]["ok"]) == ("drained", len(records))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -229,9 +242,13 @@ def test_a_second_writer_and_another_run_are_refused(model: Path, folder: Path, 
 
 
 def test_a_model_that_is_not_there_is_said_once(folder: Path, jobs: list[Job]) -> None:
-    jobs.append(Job(2, [*write_requests(folder, []), "--model", str(folder / "nowhere")]))
+    options = ["--model", str(folder / "nowhere"), "--summary", str(folder / "summary.json")]
+    jobs.append(Job(2, [*write_requests(folder, []), *options]))
     assert jobs[0].wait() == ExitCode.USAGE
     assert jobs[0].text().count("there is no such folder") == 1
+    fields = json.loads((folder / "summary.json").read_text())
+    assert (fields["outcome"], fields["exit_code"]) == ("failed", ExitCode.USAGE)
+    assert "there is no such folder" in fields["error"]
     assert not (folder / "out.jsonl").exists()
 
 
