@@ -4,6 +4,8 @@ Every job mixes prompts with common beginnings that end around the edges of bloc
 fall idle at other times), chunked prompts and reused blocks.
 """
 
+import json
+import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dist_infer.errors import UsageError
+from dist_infer.launch import mpirun
 from dist_infer.launch.world import World
 from dist_infer.types import Request, SamplingParams
 from tests.serving import load, on_rank_0
@@ -141,3 +144,41 @@ def test_layouts_without_an_expert_for_a_rank_are_refused(world: World, shared_f
     on_rank_0(world, lambda: tiny_families.make_tiny(folder, "mixtral", num_local_experts=3))
     with pytest.raises(UsageError, match="--ep 4 leaves ranks without an expert: the model has 3; .* --ep 2"):
         load(world, folder, tp=1, dp=4)
+
+
+def test_the_command_serves_experts_in_two_groups(tmp_path: Path) -> None:
+    """`dist-infer run` as a user starts it: the options reach the layers."""
+    tiny_families = pytest.importorskip("tests.tiny_families")
+    folder = tiny_families.make_tiny(tmp_path / "model", "deepseek-v3", mtp=True)
+    lines = [
+        {
+            "custom_id": str(request.request_id),
+            "prompt": request.prompt_ids,
+            "max_tokens": request.sampling.max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        for request in requests()
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--dtype", "float64", "--num-kv-blocks", "100", "--dp", "2", "--ep", "2", "--moe-max-tokens", "3"]
+    files = ["--model", folder, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
+    launch = mpirun.command(
+        2,
+        [sys.executable, "-P", "-m", "dist_infer", "run", *map(str, files), *options],
+        launcher=mpirun.find_launcher(),
+        oversubscribe=True,
+        extra_env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = mpirun.start(launch, output=output)
+        try:
+            code = process.wait(100)
+        finally:
+            mpirun.stop(process)
+    assert code == 0, log.read_text()
+    assert "tp=1 dp=2 ep=2" in log.read_text()
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    choices = {int(record["custom_id"]): record["response"]["body"]["choices"][0] for record in records}
+    assert {idx: choice["token_ids"] for idx, choice in choices.items()} == oracle_tokens(folder)
