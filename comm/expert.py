@@ -24,10 +24,11 @@ from dist_infer.comm.expert_rows import ExpertRows, Experts
 from dist_infer.comm.mesh import Mesh, split_range, split_sizes
 from dist_infer.comm.moe_chunks import ChunkPlan, plan_chunks
 
-# AllToAll pays for its read of the counts by bytes that it doesn't send: this part of GatherScatter's at least, and of
-# so many rows of all ranks.
-_MIN_SAVING = 0.25
-_MIN_SELECTIVE_ROWS = 256
+# AllToAll pays for its read of the counts and for one collective more by bytes that it doesn't send. Measured by
+# benchmarks/bench_expert.py: faster from these rows of all ranks on, if it saves more than this part of GatherScatter's
+# bytes; so never on two ranks, where two H200 lose 0.6 ms a layer by it at any size.
+_MIN_SELECTIVE_ROWS = 512
+_MIN_SAVING = 0.5
 
 
 class ExpertExchange(Protocol):
@@ -103,7 +104,7 @@ class ScatteredRows:
         # The part of the bytes saved if experts are chosen evenly: that a row has no expert on some other rank.
         saving = (1 - 1 / mesh.world) ** top_k
         self._select: AllToAll | None = None
-        if mesh.moe_tp == 1 and saving >= _MIN_SAVING:
+        if mesh.moe_tp == 1 and saving > _MIN_SAVING:
             self._select = AllToAll(world, split_sizes(num_experts, mesh.ep), device)
 
     def plan(self, rank_tokens: Sequence[int], max_tokens: int | None, *, eager_prefill: bool = False) -> ChunkPlan:

@@ -53,7 +53,7 @@ class AllToAll:
         self, rows: ExpertRows, sent: Tensor, send_sizes: list[int], recv_sizes: list[int], experts: Experts
     ) -> Tensor:
         """This rank's part for the rows that all ranks have sent it."""
-        packed = self._world.all_to_all(rows.pack()[sent], send_sizes, recv_sizes)
+        packed = self._world.all_to_all(rows.take(sent).pack(), send_sizes, recv_sizes)
         return rows.unpack(packed).apply(experts, self._held)
 
     def _wanted(self, ids: Tensor) -> Tensor:

@@ -39,23 +39,33 @@ class ExpertRows:
             self.weights.new_zeros(1, self.weights.shape[1]),
         )
 
-    def pack(self) -> Tensor:
-        """Each row as one string of bytes, so that a collective carries all of it.
+    def take(self, rows: Tensor) -> "ExpertRows":
+        """Rows by index."""
+        return ExpertRows(self.x[rows], self.ids[rows], self.weights[rows])
 
-        Shapes: -> [R, bytes of a row] uint8.
+    def pack(self) -> Tensor:
+        """Each row as one string of words, so that one collective carries all of it.
+
+        Shapes: -> [R, words of a row], of the widest integer that parts of a row are made of: copies by the byte are
+            several times slower.
         """
-        return torch.cat([part.contiguous().view(torch.uint8) for part in (self.x, self.weights, self.ids)], 1)
+        word = self._word()
+        return torch.cat([_as_words(part, word) for part in (self.x, self.weights, self.ids)], 1)
 
     def unpack(self, packed: Tensor) -> "ExpertRows":
         """Rows that some rank has packed, of the same widths and dtypes as these."""
         parts = (self.x, self.weights, self.ids)
-        columns = torch.split(packed, [part.shape[1] * part.element_size() for part in parts], 1)
-        # Copies, because bytes can be seen as wider numbers only where such a number may begin.
+        columns = torch.split(packed, [_row_bytes(part) // packed.element_size() for part in parts], 1)
+        # Copies, because words can be seen as other numbers only where such a number may begin.
         x, weights, ids = (
-            column.clone(memory_format=torch.contiguous_format).view(part.dtype)
+            packed.new_empty(column.shape).copy_(column).view(part.dtype)
             for column, part in zip(columns, parts, strict=True)
         )
         return ExpertRows(x, ids, weights)
+
+    def _word(self) -> torch.dtype:
+        widths = [_row_bytes(part) for part in (self.x, self.weights, self.ids)]
+        return next(word for word in _WORDS if all(width % word.itemsize == 0 for width in widths))
 
     def apply(self, experts: Experts, held: range) -> Tensor:
         """The part of the experts held on this rank.
@@ -64,3 +74,17 @@ class ExpertRows:
         """
         mine = (self.ids >= held.start) & (self.ids < held.stop)
         return experts(self.x, torch.where(mine, self.ids - held.start, -1), self.weights).contiguous()
+
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def _row_bytes(part: Tensor) -> int:
+    return part.shape[1] * part.element_size()
+
+
+def _as_words(part: Tensor, word: torch.dtype) -> Tensor:
+    flat = part.reshape(-1)
+    if flat.storage_offset() * flat.element_size() % word.itemsize or not flat.is_contiguous():
+        flat = flat.clone()
+    return flat.view(word).view(len(part), _row_bytes(part) // word.itemsize)

@@ -53,15 +53,15 @@ LAYOUTS = [
     Layout(1, 1, 1, (9,)),
     Layout(2, 1, 2, (9,)),
     Layout(2, 1, 1, (1,)),
-    Layout(3, 1, 3, (129,)),
+    Layout(3, 1, 3, (65,)),
     Layout(4, 1, 2, (63,)),
     Layout(2, 2, 2, (9, 4)),
-    Layout(2, 2, 2, (0, 300)),
+    Layout(2, 2, 2, (0, 63)),
     Layout(2, 2, 1, (5, 0)),
     Layout(3, 3, 3, (1, 0, 29)),
-    Layout(4, 4, 4, (0, 129, 1, 200)),
+    Layout(4, 4, 4, (0, 29, 1, 45)),
     Layout(4, 4, 2, (7, 0, 12, 1)),
-    Layout(4, 2, 4, (3, 130)),
+    Layout(4, 2, 4, (3, 65)),
     Layout(4, 2, 2, (1, 8)),
     Layout(4, 2, 1, (0, 10)),
 ]
@@ -206,6 +206,7 @@ def _calls(layout: Layout, limit: int | None, *, eager_prefill: bool = False) ->
     return run_group(layout.world, main)
 
 
+@pytest.mark.usefixtures("prefer_all_to_all")
 def test_collectives_of_each_layout_are_the_same_on_all_ranks() -> None:
     assert _calls(Layout(4, 1, 2, (63,)), 7) == [["all_reduce"]] * 4
     assert _calls(Layout(4, 2, 2, (30, 4)), 17) == [["all_gather", "reduce_scatter"] * 2] * 4
@@ -222,12 +223,13 @@ def test_all_to_all_only_for_eager_prefill_that_is_worth_it() -> None:
         assert len(answers) == 1, "the ranks disagree"
         return answers.pop()
 
-    assert selective(Layout(4, 4, 4, (200, 0, 100, 1)), top_k=2)
-    assert not selective(Layout(4, 4, 4, (200, 0, 100, 1)), top_k=2, eager_prefill=False)
+    assert selective(Layout(4, 4, 4, (400, 0, 200, 1)), top_k=2)
+    assert not selective(Layout(4, 4, 4, (400, 0, 200, 1)), top_k=2, eager_prefill=False)
     assert not selective(Layout(4, 4, 4, (200, 0, 10, 1)), top_k=2), "too few rows"
-    assert not selective(Layout(4, 4, 4, (200, 0, 100, 1)), top_k=5), "nearly every row goes everywhere"
-    assert not selective(Layout(4, 4, 2, (200, 0, 100, 1)), top_k=2), "experts are cut"
-    assert not selective(Layout(4, 1, 4, (500,)), top_k=2), "all ranks hold all rows"
+    assert not selective(Layout(2, 2, 2, (400, 2000)), top_k=1), "half is not enough"
+    assert not selective(Layout(4, 4, 4, (400, 0, 200, 1)), top_k=5), "nearly every row goes everywhere"
+    assert not selective(Layout(4, 4, 2, (400, 0, 200, 1)), top_k=2), "experts are cut"
+    assert not selective(Layout(4, 1, 4, (600,)), top_k=2), "all ranks hold all rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +317,8 @@ def test_tokens_that_no_layout_can_have_are_refused() -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_real_ranks_against_the_formula(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert, "_MIN_SELECTIVE_ROWS", 100)
+@pytest.mark.usefixtures("prefer_all_to_all")
+def test_real_ranks_against_the_formula(world: World) -> None:
     dense = DenseExperts.random(5, INNER, WIDTH)
     for layout in (layout for layout in LAYOUTS if layout.world == world.size):
         group = world.communicators(layout.mesh(world.rank)).world

@@ -27,7 +27,8 @@ def test_packed_rows_come_back(device: str, dtype: torch.dtype, id_dtype: torch.
             rows.x[:1] = torch.nan
             packed = rows.pack()
             row_bytes = sum(part.shape[1] * part.element_size() for part in (rows.x, rows.ids, rows.weights))
-            assert (packed.dtype, packed.shape) == (torch.uint8, (num_rows, row_bytes)) and packed.is_contiguous()
+            assert (len(packed), packed.shape[1] * packed.element_size()) == (num_rows, row_bytes)
+            assert packed.is_contiguous()
             back = rows.slice(range(0)).unpack(packed)  # any rows of the same kind can unpack them
             for part, kept in ((back.x, rows.x), (back.ids, rows.ids), (back.weights, rows.weights)):
                 assert (part.dtype, part.shape) == (kept.dtype, kept.shape) and part.is_contiguous()
@@ -39,7 +40,20 @@ def test_slices_and_strides() -> None:
     turned = ExpertRows(rows.x.t().contiguous().t(), rows.ids.t().contiguous().t(), rows.weights)
     assert not turned.x.is_contiguous()
     assert torch.equal(turned.slice(range(2, 7)).pack(), rows.pack()[2:7])
+    assert torch.equal(rows.take(torch.tensor([6, 2])).pack(), rows.pack()[[6, 2]])
     assert len(rows.slice(range(2, 7))) == 5 and len(rows.slice(range(0))) == 0
+
+
+def test_rows_are_packed_by_the_widest_word_that_fits() -> None:
+    for width, top_k, word in ((8, 2, torch.int64), (8, 3, torch.int32), (5, 2, torch.int16)):
+        assert make_rows(3, width, top_k, torch.bfloat16, torch.int32).pack().dtype == word
+
+
+def test_rows_that_begin_at_an_odd_place() -> None:
+    """A view that words can't begin at."""
+    x = torch.arange(33).bfloat16()[1:].view(4, 8)
+    rows = ExpertRows(x, torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2))
+    assert torch.equal(rows.unpack(rows.pack()).x, x)
 
 
 def test_experts_see_their_own_numbers() -> None:
