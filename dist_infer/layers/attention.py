@@ -103,7 +103,7 @@ class Attention:
         q = rotary_op.rotary(
             qkv, step.cos, step.sin, step.slots, kv.k, kv.v, interleaved=self._interleaved, library=self._rotary
         )
-        return self.output.partial(step.attend(q, kv.k, kv.v).flatten(1))
+        return self.output(step.attend(q, kv.k, kv.v).flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`q_proj`, `k_proj`, `v_proj`, `o_proj`, and `q_norm` and `k_norm` where there are any, under `prefix`."""

@@ -16,24 +16,18 @@ from dist_infer.layers.weights import WeightSlot
 
 
 class VocabEmbedding:
-    """Each rank gives the rows that it holds and zeros for the others; their sum is the embedding, exactly."""
+    """Each rank gives the rows that it holds and zeros for the others; their sum is the embedding, exactly.
+
+    Whoever calls it sums the parts (layers/rows).
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, setup: LayerSetup) -> None:
         self.vocab_size = vocab_size
         self.held = split_range(vocab_size, setup.tp.size, setup.tp.rank)
         self.weight = setup.empty(len(self.held), hidden_size)
-        self._tp = setup.tp
         self._library = setup.choose("embedding", embedding_op.LIBRARIES, hidden=hidden_size)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """The embeddings, on all ranks the same bits.
-
-        Shapes: token_ids [T] -> [T, D].
-        Ranks: collective over tp.
-        """
-        return self._tp.all_reduce(self.partial(token_ids))
-
-    def partial(self, token_ids: Tensor) -> Tensor:
         """This rank's part of the embeddings: the sum over the ranks is the whole.
 
         Shapes: token_ids [T] -> [T, D].

@@ -1,7 +1,7 @@
 """Matrix products cut over the tensor-parallel ranks. T tokens, K inputs, N outputs.
 
 A column-parallel layer gives each rank some outputs and needs no exchange; a row-parallel one gives each rank some
-inputs and sums the partial results. Parts may be uneven, down to nothing.
+inputs, and the results must be summed. Parts may be uneven, down to nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """One matrix of which this rank holds the input columns `held`; the partial results are summed over the group.
+    """One matrix of which this rank holds the input columns `held`; whoever calls it sums the parts (layers/rows).
 
     The bias is added once: by tp rank 0, to its partial result. All ranks hold it, so that all load the same tensors.
     """
@@ -67,24 +67,16 @@ class RowParallelLinear:
         self.held = held
         self.weight = setup.empty(out_features, len(held))
         self.bias = setup.empty(out_features) if bias else None
-        self._tp = setup.tp
+        self._adds_bias = setup.tp.rank == 0
         self._library = setup.choose("linear", op.LIBRARIES, inputs=len(held), outputs=out_features)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The whole output, on all ranks the same bits.
-
-        Shapes: x [T, K of this rank] -> [T, N].
-        Ranks: collective over tp.
-        """
-        return self._tp.all_reduce(self.partial(x))
-
-    def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the output: the sum over the ranks is the whole.
 
         Shapes: x [T, K of this rank] -> [T, N].
         Ranks: local.
         """
-        bias = self.bias if self._tp.rank == 0 else None
+        bias = self.bias if self._adds_bias else None
         return op.linear(x, self.weight, bias, library=self._library)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -111,7 +111,7 @@ class MlaAttention:
             interleaved=self._interleaved,
             library=self._rotary,
         )
-        return self.output.partial(step.attend(q, kv.latent, self.kv_b).flatten(1))
+        return self.output(step.attend(q, kv.latent, self.kv_b).flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """All under `prefix`: `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; then those of the latent."""

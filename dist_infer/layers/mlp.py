@@ -26,23 +26,12 @@ class GatedMlp:
         self._library = setup.choose("silu_mul", op.LIBRARIES, intermediate=len(held))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The MLP output, summed over the group.
-
-        Shapes: hidden [T, D] -> [T, D].
-        Ranks: collective over tp.
-        """
-        return self.down(self._inner(hidden))
-
-    def partial(self, hidden: Tensor) -> Tensor:
         """This rank's part of the MLP output: the sum over the group is the whole.
 
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local.
         """
-        return self.down.partial(self._inner(hidden))
-
-    def _inner(self, hidden: Tensor) -> Tensor:
-        return op.silu_mul(self.gate_up(hidden), library=self._library)
+        return self.down(op.silu_mul(self.gate_up(hidden), library=self._library))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`gate_proj`, `up_proj` and `down_proj` under `prefix`."""

@@ -140,11 +140,11 @@ class MoeLayer:
         if self._one_group:
             return self._exchange.run(hidden, expert_ids, weights, self._experts_and_shared, chunks)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
-        return routed if self.shared is None else routed + self.shared.partial(hidden)
+        return routed if self.shared is None else routed + self.shared(hidden)
 
     def _experts_and_shared(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         routed = self.experts(hidden, expert_ids, weights)
-        return routed if self.shared is None else routed.add_(self.shared.partial(hidden))
+        return routed if self.shared is None else routed.add_(self.shared(hidden))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """Tensors under `prefix`."""

@@ -80,7 +80,7 @@ class DecoderLayer:
 
     def _feed_forward(self, normed: Tensor, step: DecoderStep) -> Tensor:
         if isinstance(self.mlp, GatedMlp):
-            return step.rows.reduce(self.mlp.partial(step.rows.gather(normed)))
+            return step.rows.reduce(self.mlp(step.rows.gather(normed)))
         if step.chunks is None:
             raise ValueError("a layer of experts got a step without a plan of chunks")
         return self.mlp(normed, step.chunks)
@@ -138,7 +138,7 @@ class Decoder:
         Ranks: collective over tp, and over the world where there are experts.
         """
         step = self._plan(inputs)
-        branch, residual = step.rows.reduce(self.embedding.partial(inputs.token_ids)), None
+        branch, residual = step.rows.reduce(self.embedding(inputs.token_ids)), None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             branch, residual = layer(branch, residual, step, layer_kv)
         normed, _ = self.norm(branch, residual)

@@ -20,7 +20,7 @@ def test_embedding_is_the_same_row_on_all_ranks(size: int) -> None:
     def main(tp: Collectives) -> Tensor:
         layer = VocabEmbedding(VOCAB, HIDDEN, setup_of(tp))
         fill(layer.weight_slots("e."), {"e.weight": WEIGHT})
-        return layer(ids)
+        return tp.all_reduce(layer(ids))
 
     for rows in run_group(size, main):
         assert torch.equal(rows, WEIGHT[ids])

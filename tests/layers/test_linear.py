@@ -50,7 +50,7 @@ def test_partial_results_are_summed_and_the_bias_added_once(size: int, bias: boo
         held = split_range(A, size, tp.rank)
         layer = RowParallelLinear(A, held, OUT, bias=bias, setup=setup_of(tp))
         fill(layer.weight_slots("m.o."), TENSORS)
-        return layer(x[:, held.start : held.stop].contiguous())
+        return tp.all_reduce(layer(x[:, held.start : held.stop].contiguous()))
 
     whole = x @ TENSORS["m.o.weight"].T + (TENSORS["m.o.bias"] if bias else 0)
     results = run_group(size, main)

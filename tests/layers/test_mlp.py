@@ -27,7 +27,7 @@ def test_shards_give_the_whole_layer(size: int) -> None:
     def main(tp: Collectives) -> Tensor:
         layer = GatedMlp(D, I, setup_of(tp), bias=True)
         fill(layer.weight_slots("m."), TENSORS)
-        return layer(x)
+        return tp.all_reduce(layer(x))
 
     gate, up = (x @ TENSORS[f"m.{name}_proj.weight"].T + TENSORS[f"m.{name}_proj.bias"] for name in ("gate", "up"))
     whole = torch.nn.functional.silu(gate) * up @ TENSORS["m.down_proj.weight"].T + TENSORS["m.down_proj.bias"]

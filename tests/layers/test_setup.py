@@ -1,9 +1,12 @@
 """How layers choose kernel libraries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import UsageError
 from dist_infer.kernels import rms_norm as op
 from dist_infer.layers.setup import LayerSetup
@@ -35,3 +38,23 @@ def test_order_of_the_op_is_obeyed() -> None:
 def test_parameters_have_the_dtype_of_the_model() -> None:
     parameter = setup({}, []).empty(2, 3)
     assert (parameter.shape, parameter.dtype) == ((2, 3), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_wide_parameters_are_never_narrower_than_float32(dtype: torch.dtype, wide: torch.dtype) -> None:
+    parameter = replace(setup({}, []), dtype=dtype).empty_wide(2, 3)
+    assert (parameter.shape, parameter.dtype) == ((2, 3), wide)
+
+
+def test_without_a_mesh_the_group_is_the_world() -> None:
+    assert setup({}, []).expert_mesh == Mesh.create(world=1, rank=0)
+    mesh = Mesh.create(world=4, rank=2, dp=4)
+    assert replace(setup({}, []), mesh=mesh).expert_mesh is mesh

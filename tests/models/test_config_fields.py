@@ -29,6 +29,13 @@ def test_values_and_defaults() -> None:
     fields.refuse_if_set("n", "never")
 
 
+def test_zero_and_null_where_they_mean_something() -> None:
+    fields = Fields({"zero": 0, "two": 2, "null": None, "half": 0.5})
+    assert [fields.count(name, default=7) for name in ("zero", "two", "null", "absent")] == [0, 2, 7, 7]
+    assert [fields.number_or_zero(name) for name in ("zero", "half", "null", "absent")] == [0.0, 0.5, 0.0, 0.0]
+    assert [fields.is_written(name) for name in ("zero", "null", "absent")] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("read", "message"),
     [
@@ -39,6 +46,9 @@ def test_values_and_defaults() -> None:
         (lambda f: f.number("zero"), "a positive number"),
         (lambda f: f.number("b"), "a positive number"),
         (lambda f: f.number("inf"), "a positive number"),
+        (lambda f: f.number_or_zero("s"), "a positive number"),
+        (lambda f: f.count("b", default=1), "b is True; it must be an integer of at least 0"),
+        (lambda f: f.count("f", default=1), "an integer of at least 0"),
         (lambda f: f.boolean("f", default=False), "true or false"),
         (lambda f: f.string("f"), "a string"),
         (lambda f: f.strings("s"), "a list of strings"),
