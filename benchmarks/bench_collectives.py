@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one launch, beside the library's own all-reduce.
+"""Collectives between the ranks of one launch, beside the library's own all-reduce and, on CPUs, beside ours over gloo.
 
     python -m dist_infer.launch.mpirun -n 4 -- python -m benchmarks.bench_collectives
 
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -74,8 +75,10 @@ def _graph_timer(call: Call, num_calls: int) -> Callable[[], float]:
     return run_us
 
 
-def measure(group: Collectives, library: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Iterator[Row]:
-    """The rows of one size on one group."""
+def measure(
+    group: Collectives, gloo: Collectives | None, library: dist.ProcessGroup, device: torch.device, num_bytes: int
+) -> Iterator[Row]:
+    """The rows of one size on one group. `gloo`: the same ranks over gloo, where that is another wire."""
     if not isinstance(group, TorchCollectives):
         raise UsageError("one rank has no wire to measure")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -86,23 +89,29 @@ def measure(group: Collectives, library: dist.ProcessGroup, device: torch.device
         return sample_us(group, call, num_calls, device)
 
     case = f"{str(dtype).removeprefix('torch.')} bytes={num_bytes} ranks={group.size}"
-    peer = {f"{dist.get_backend(library)} all_reduce": timed(lambda: library.allreduce([x]).wait())}
+    ours = "gather" if gloo is None else "gather over shm"
+    other = {f"{dist.get_backend(library)} all_reduce": timed(lambda: library.allreduce([x]).wait())}
+
+    def over_gloo(name: str) -> dict[str, float]:
+        return {} if gloo is None else {"gather over gloo": timed(lambda: getattr(gloo, name)(x))}
+
     on_gpu = device.type == "cuda"
     floor = 2 * (group.size - 1) / group.size * num_bytes / _LINK_BYTES_PER_S * 1e6 if on_gpu else None
     yield Row(
         case=f"all_reduce {case}",
         ours_us=timed(lambda: group.all_reduce(x)),
-        library="gather",
+        library=ours,
         floor_us=floor,
-        peers=peer if group.size == 2 else {},
-        bounds={} if group.size == 2 else peer,
+        peers=over_gloo("all_reduce") | (other if group.size == 2 else {}),
+        bounds={} if group.size == 2 else other,
     )
     for way, limit in (("whole", sys.maxsize), ("sliced", 0)):
         usual, group.max_whole_bytes = group.max_whole_bytes, limit
-        yield Row(case=f"way={way} all_reduce {case}", ours_us=timed(lambda: group.all_reduce(x)), library="gather")
+        yield Row(case=f"way={way} all_reduce {case}", ours_us=timed(lambda: group.all_reduce(x)), library=ours)
         group.max_whole_bytes = usual
-    yield Row(case=f"all_gather {case}", ours_us=timed(lambda: group.all_gather(x)), library="gather")
-    yield Row(case=f"reduce_scatter {case}", ours_us=timed(lambda: group.reduce_scatter(x)), library="gather")
+    for name in ("all_gather", "reduce_scatter"):
+        call = partial(getattr(group, name), x)
+        yield Row(case=f"{name} {case}", ours_us=timed(call), library=ours, peers=over_gloo(name))
 
 
 def library_group(world: World, mesh: Mesh) -> dist.ProcessGroup:
@@ -125,10 +134,11 @@ def bench(world: World) -> ExitCode:
     rows: list[Row] = []
     for mesh in meshes:
         group = world.communicators(mesh).tp
+        gloo = world.communicators(mesh, "gloo").tp if world.device.type == "cpu" else None
         library = library_group(world, mesh)
         for num_bytes in SIZES_BYTES:
             if mesh.dp_rank == 0:
-                rows += measure(group, library, world.device, num_bytes)
+                rows += measure(group, gloo, library, world.device, num_bytes)
             world.all_min([0])  # the others wait, asleep
     if world.rank == 0:
         path = write_results("bench_collectives", rows, device=world.device, num_devices=world.size)
