@@ -90,10 +90,14 @@ class News:
         """UTF-8 JSON; the empty news is two bytes."""
         if self == _EMPTY_NEWS:
             return b"{}"
-        admissions = [
-            [a.group, a.request.request_id, a.request.prompt_ids, _sampling_to_list(a.request.sampling)]
-            for a in self.admissions
-        ]
+        admissions: list[list[object]] = []
+        prompt_ids: tuple[int, ...] | None = None
+        for admission in self.admissions:
+            request = admission.request
+            # The n answers of a line follow one another and share a prompt, which may be long: it is sent once.
+            sent = None if request.prompt_ids is prompt_ids else request.prompt_ids
+            prompt_ids = request.prompt_ids
+            admissions.append([admission.group, request.request_id, sent, _sampling_to_list(request.sampling)])
         return json.dumps({"admissions": admissions, "aborts": self.aborts, "end": self.end_of_input}).encode()
 
     @classmethod
@@ -102,16 +106,13 @@ class News:
         if data == b"{}":
             return _EMPTY_NEWS
         told = json.loads(data)
-        admissions = tuple(
-            Admission(
-                group=group,
-                request=Request(
-                    request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=_sampling_from_list(sampling)
-                ),
-            )
-            for group, request_id, prompt_ids, sampling in told["admissions"]
-        )
-        return cls(admissions=admissions, aborts=tuple(told["aborts"]), end_of_input=told["end"])
+        admissions = []
+        prompt_ids: tuple[int, ...] = ()
+        for group, request_id, sent, sampling in told["admissions"]:
+            prompt_ids = prompt_ids if sent is None else tuple(sent)
+            request = Request(request_id=request_id, prompt_ids=prompt_ids, sampling=_sampling_from_list(sampling))
+            admissions.append(Admission(group=group, request=request))
+        return cls(admissions=tuple(admissions), aborts=tuple(told["aborts"]), end_of_input=told["end"])
 
 
 _EMPTY_NEWS = News()

@@ -16,7 +16,7 @@ from dist_infer.sampler import Sampler
 from dist_infer.types import LogitEdits
 from tests.devices import DEVICES
 from tests.fake_collectives import run_group
-from tests.test_sampler import MIXED, make_logits, make_rows
+from tests.test_sampler import MIXED, chi_square, exact, make_logits, make_rows
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,22 @@ def test_every_split_samples_the_same_tokens(size: int) -> None:
         return Sampler(tp, held, 40).sample(own, batch, last_tokens(asked)).tolist()
 
     assert run_group(size, main) == [alone] * size
+
+
+@pytest.mark.parametrize("way", [(0.8, 0, 1.0), (1.2, 5, 1.0), (1.0, 0, 0.9)])
+def test_draws_follow_the_exact_distribution_of_the_changed_logits(way: tuple[float, int, float]) -> None:
+    num_draws, logits = 20_000, make_logits(1, 10)
+    row = Row(
+        prompt=[2, 8], answer=[1, 4, 4], repetition=1.5, frequency=0.4, presence=0.3, biases=[(0, 2.0), (9, -math.inf)]
+    )
+    edits = make_edits([row])
+    shared = edit_logits(logits, range(10), edits, last_tokens([row]))
+    changed = torch.tensor(expected(logits[0], row), dtype=torch.float64)
+    batch = make_rows([way] * num_draws, [3] * num_draws, range(num_draws))
+    drawn = Sampler(SingleCollectives(), range(10), 10).sample(shared.expand(num_draws, 10), batch)
+    assert chi_square(drawn, exact(changed, way)) < 45
+    with pytest.raises(AssertionError, match="no chance"):
+        chi_square(drawn * 0 + 9, exact(changed, way))
 
 
 def test_edits_of_a_row_leave_its_neighbours_alone() -> None:

@@ -55,6 +55,20 @@ def test_every_option_survives_the_wire() -> None:
     assert News.decode(News(admissions=admissions).encode()) == News(admissions=admissions)
 
 
+def test_a_prompt_that_several_requests_share_is_sent_once() -> None:
+    shared = tuple(range(10_000))
+    prompts = [(1,), shared, shared, shared, (2,), shared, (1,)]
+    news = News(
+        admissions=tuple(
+            Admission(group=idx % 2, request=Request(request_id=idx, prompt_ids=prompt))
+            for idx, prompt in enumerate(prompts)
+        )
+    )
+    data = news.encode()
+    assert News.decode(data) == news
+    assert data.count(b"9999") == 2
+
+
 def test_the_empty_news_is_tiny() -> None:
     assert News().encode() == b"{}"
     assert News.decode(b"{}") == News()
