@@ -4,7 +4,7 @@ Most tests run the ranks as threads of one process; the last ones run real ranks
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -311,6 +311,19 @@ def test_tokens_that_no_layout_can_have_are_refused() -> None:
                 exchange.plan(tokens, None)
 
     run_group(4, main)
+
+
+def test_plan_for_all_to_all_is_refused_where_experts_are_cut() -> None:
+    layout = Layout(2, 2, 1, (3, 3))
+    dense = DenseExperts.random(5, INNER, WIDTH)
+    case = make_case(layout, dense)
+    with pytest.raises(ValueError, match="this layout has no all-to-all, but the plan asks for it"):
+        run_group(
+            2,
+            lambda world: run_layout(
+                layout, world, dense, case, None, change_plan=lambda plan, rank: replace(plan, selective=True)
+            ),
+        )
 
 
 # Real ranks.
