@@ -181,6 +181,42 @@ def test_edits_of_a_row_leave_its_neighbours_alone() -> None:
     assert edited[:4] + edited[5:] == without[:4] + without[5:]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(5))
+def test_extreme_options_give_real_ids_and_finite_scores_for_every_split(seed: int, dtype: torch.dtype) -> None:
+    """Known faults B38 and B40: nothing overflows, whatever is asked for and whatever the model gives."""
+    source = np.random.default_rng(seed)
+    ways = [(0.0, 0, 1.0), (1e-12, 0, 0.5), (1e-300, 3, 1.0), (2.0, 0, 1e-8), (1.0, 1, 1.0), (2.0, 30, 0.9)] * 3
+    logits = make_logits(len(ways), 12, torch.float64) * float(10 ** source.integers(0, 5))
+    for value in (math.nan, -math.inf, math.inf):
+        logits[torch.from_numpy(source.random((len(ways), 12)) < 0.05)] = value
+    logits = logits.to(dtype)
+    asked = [
+        Row(
+            prompt=source.integers(0, 12, 3).tolist(),
+            answer=source.integers(0, 12, 4).tolist(),
+            hidden=bool(source.integers(0, 2)),
+            repetition=float(source.choice([0.01, 1.0, 100.0])),
+            frequency=float(source.choice([-2.0, 0.0, 2.0])),
+            presence=float(source.choice([-2.0, 0.0, 2.0])),
+            biases=[(int(token), float(source.choice([-math.inf, -100, 100]))) for token in source.integers(0, 12, 5)],
+        )
+        for _ in ways
+    ]
+    min_p = source.choice([0.0, 1e-300, 1.0], len(ways))
+    batch = replace(make_rows(ways), edits=make_edits(asked), min_p=min_p)
+    alone = Sampler(SingleCollectives(), range(12), 12).sample(logits, batch, last_tokens(asked))
+    assert all(0 <= token < 12 for token in alone.tolist())
+    scores = Sampler(SingleCollectives(), range(12), 12).score(logits, alone, 5)
+    assert scores.isfinite().all() and (scores[:, 0] <= 0).all()
+
+    def main(tp: Collectives) -> list[int]:
+        held = split_range(12, 3, tp.rank)
+        return Sampler(tp, held, 12).sample(logits[:, held.start : held.stop], batch, last_tokens(asked)).tolist()
+
+    assert run_group(3, main) == [alone.tolist()] * 3
+
+
 def test_edits_need_the_input_tokens() -> None:
     batch = replace(make_rows(MIXED[:1]), edits=make_edits([ROWS[5]]))
     with pytest.raises(ValueError, match="input tokens"):

@@ -1,14 +1,15 @@
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.protocol import ParsedRequest
+from dist_infer.intake.protocol import BadLine, ParsedRequest, parse_line
 from dist_infer.intake.sampling_defaults import SamplingDefaults
-from dist_infer.intake.sampling_fields import Endpoint, SamplingFields
+from dist_infer.intake.sampling_fields import FIELDS, Endpoint, SamplingFields
 from dist_infer.intake.validate import RequestLimits, build_requests, derive_seed
-from dist_infer.types import Request, SamplingParams
+from dist_infer.types import Admission, News, Request, SamplingParams
 
 PARSED = ParsedRequest(line=3, custom_id="a", endpoint="completion", sampling=SamplingFields(max_tokens=4, seed=5))
 
@@ -146,3 +147,82 @@ def test_an_unseeded_request_gets_a_seed_of_run_and_line() -> None:
     assert min(seeds) < 0 < max(seeds)
     assert build(unseeded, run_seed=4).sampling.seed == derive_seed(4, 3) == build(unseeded, (7,), 4).sampling.seed
     assert build(PARSED, run_seed=4).sampling.seed == 5
+
+
+def test_any_options_are_built_within_their_ranges_or_refused() -> None:
+    """2,000 bodies: a line is refused with a readable message, or gives requests that survive the wire as they are."""
+    hypothesis = pytest.importorskip("hypothesis")
+    st = pytest.importorskip("hypothesis.strategies")
+    extremes = [0, 1, -1, 0.0, -0.0, 1e-300, 1e300, 2**31 - 1, 2**31, 2**63, 10**400, 1e-12, 100, 0.01, 20, 21, 128]
+    scalars = st.one_of(
+        st.none(), st.booleans(), st.sampled_from(extremes), st.integers(-3, 130), st.floats(), st.text(max_size=3)
+    )
+    values = st.one_of(
+        scalars,
+        st.lists(st.one_of(scalars, st.text(max_size=3)), max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=2), st.integers(-1, 120).map(str)), scalars, max_size=2),
+    )
+    good = {
+        "n": st.integers(1, 3),
+        "stop": st.sampled_from(["x", ["y", "z"]]),
+        "logit_bias": st.dictionaries(st.integers(0, 99).map(str), st.floats(-100, 100), max_size=2),
+        "stop_token_ids": st.lists(st.integers(0, 99), max_size=3),
+        "prompt_logprobs": st.integers(0, 20),
+        "min_tokens": st.integers(0, 3),
+        "temperature": st.floats(0, 2),
+        "repetition_penalty": st.floats(0.01, 100),
+        "ignore_eos": st.booleans(),
+    }
+    bodies = st.one_of(
+        st.fixed_dictionaries({}, optional=good),
+        st.dictionaries(st.sampled_from(FIELDS), values, max_size=4),
+        st.tuples(
+            st.fixed_dictionaries({}, optional=good), st.dictionaries(st.sampled_from(FIELDS), values, max_size=1)
+        ).map(lambda pair: pair[0] | pair[1]),
+    )
+    counts = {"built": 0, "refused": 0}
+
+    @hypothesis.settings(max_examples=2000, deadline=None, database=None, derandomize=True)  # type: ignore[untyped-decorator]
+    @hypothesis.given(bodies, st.booleans())  # type: ignore[untyped-decorator]
+    def check(body: dict[str, Any], is_chat: bool) -> None:
+        prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": [1, 2]}
+        requests = built_or_refused(json.dumps(body | prompt))
+        if isinstance(requests, RequestError):
+            assert requests.param is None or requests.param in (*body, "max_tokens", "min_tokens")
+            assert 0 < len(str(requests)) < 500
+            counts["refused"] += 1
+            return
+        counts["built"] += 1
+        news = News(admissions=tuple(Admission(group=0, request=request) for request in requests))
+        json.loads(news.encode(), parse_constant=pytest.fail)
+        assert News.decode(news.encode()) == news
+        for request in requests:
+            check_ranges(request.sampling)
+
+    check()
+    assert min(counts.values()) > 200, counts
+
+
+def built_or_refused(text: str) -> list[Request] | RequestError:
+    parsed = parse_line(1, text)
+    if isinstance(parsed, BadLine):
+        return parsed.error
+    try:
+        return build_all(parsed)
+    except RequestError as error:
+        return error
+
+
+def check_ranges(sampling: SamplingParams) -> None:
+    """What the scheduler and the sampler count on."""
+    assert 1 <= sampling.max_tokens <= 20 and 0 <= sampling.min_tokens <= sampling.max_tokens
+    assert 0 <= sampling.temperature <= 2 and 0 <= sampling.top_k < 100
+    assert 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
+    assert -(2**63) <= sampling.seed < 2**63
+    assert max(abs(sampling.presence_penalty), abs(sampling.frequency_penalty)) <= 2
+    assert 0.01 <= sampling.repetition_penalty <= 100
+    ids = [*sampling.stop_token_ids, *(token_id for token_id, _ in sampling.logit_bias)]
+    assert all(0 <= token_id < 100 for token_id in ids)
+    assert len(set(sampling.stop_token_ids)) == len(sampling.stop_token_ids)
+    assert all(-100 <= bias <= 100 for _, bias in sampling.logit_bias)
+    assert all(num is None or 0 <= num <= 20 for num in (sampling.logprobs, sampling.prompt_logprobs))
