@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_infer import __version__
+from dist_infer.cli.doctor import doctor
 from dist_infer.cli.environment import read_launcher
 from dist_infer.cli.run import run
 from dist_infer.cli.spellings import explain_unknown
@@ -41,6 +42,7 @@ def _root(
 
 
 app.command()(run)
+app.command()(doctor)
 
 
 def main(args: Sequence[str] | None = None) -> int:

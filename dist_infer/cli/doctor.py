@@ -1,0 +1,84 @@
+"""`dist-infer doctor`: looks at everything that a job needs, says what is wrong and what cures it."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import typer
+
+from dist_infer.checkpoint.cache_folder import open_private_folder
+from dist_infer.cli.environment import Environment
+from dist_infer.errors import ExitCode, UsageError
+from dist_infer.launch.preflight import CHECKS, Surroundings
+
+AFTER_START = ("MPI library", "world size")  # checks of preflight that can't be made before MPI has started
+
+_PACKAGES = {  # that some jobs need, and what for
+    "mpi4py": "more than one rank: pip install 'dist-infer[mpi]'",
+    "gguf": "GGUF files and the default model: pip install gguf",
+    "triton": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
+    "cutlass": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: `wrong` says what is wrong and the fix, else `detail` says what is there."""
+
+    name: str
+    detail: str = ""
+    wrong: str = ""
+
+    def __str__(self) -> str:
+        return f"WRONG  {self.name}: {self.wrong}" if self.wrong else f"ok     {self.name}: {self.detail or 'fine'}"
+
+
+def doctor() -> int:
+    """Check this host, or under mpirun or srun all hosts of a job: launcher, MPI, ranks, devices, memory.
+
+    \b
+    dist-infer doctor
+    mpirun -n 2 dist-infer doctor
+
+    Exit code: 0 all fine, 1 something is wrong; what and its fix are printed.
+    """
+    environment = Environment.read(os.environ)
+    findings = [*find_surroundings(Surroundings(env=os.environ)), find_cache(environment), *find_packages()]
+    if environment.speaks:
+        show(findings)
+    if any(finding.wrong for finding in findings):
+        return ExitCode.ERROR
+    # Imported here: it brings torch and MPI, which what is wrong so far may keep from loading.
+    from dist_infer.cli.examine import examine
+
+    return examine(environment.launcher.name if environment.launcher else None)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print them, one line each."""
+    for finding in findings:
+        typer.echo(str(finding))
+
+
+def find_surroundings(around: Surroundings) -> list[Finding]:
+    """The checks that `run` executes before it starts MPI."""
+    found = [(check.name, check.find(around)) for check in CHECKS if check.name not in AFTER_START]
+    return [Finding(name, wrong=str(problem) if problem else "") for name, problem in found]
+
+
+def find_cache(environment: Environment) -> Finding:
+    """The cache folder is there, or can be made, and is the user's own."""
+    try:
+        return Finding("cache folder", detail=str(open_private_folder(environment.cache_dir)))
+    except UsageError as error:
+        return Finding("cache folder", wrong=str(error))
+
+
+def find_packages() -> list[Finding]:
+    """Optional packages; one that is absent is nothing wrong."""
+    absent = "not installed; for "
+    return [
+        Finding(name, detail="installed" if importlib.util.find_spec(name) is not None else absent + purpose)
+        for name, purpose in _PACKAGES.items()
+    ]

@@ -1,0 +1,62 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_infer.cli.doctor import AFTER_START, Finding, find_cache, find_packages, find_surroundings
+from dist_infer.cli.environment import Environment
+from dist_infer.launch import mpirun
+from dist_infer.launch.preflight import CHECKS, Surroundings
+
+
+def test_every_check_of_preflight_is_looked_at() -> None:
+    findings = find_surroundings(Surroundings(env={}))
+    assert [finding.name for finding in findings] + list(AFTER_START) == [check.name for check in CHECKS]
+    assert not any(finding.wrong for finding in findings)
+
+
+def test_what_is_wrong_is_said_with_its_fix() -> None:
+    findings = find_surroundings(Surroundings(env={"PMIX_RANK": "0"}))
+    (wrong,) = [finding for finding in findings if finding.wrong]
+    assert str(wrong).startswith("WRONG  launcher: PMIX_RANK is set") and "mpirun -n 2" in str(wrong)
+    assert str(Finding("x")) == "ok     x: fine"
+
+
+def test_the_cache_folder(tmp_path: Path) -> None:
+    environment = Environment(launcher=None, cache_dir=tmp_path / "cache")
+    assert find_cache(environment).detail == str(tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o777)
+    assert "chmod 700" in find_cache(environment).wrong
+
+
+def test_an_optional_package_that_is_absent_is_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    findings = find_packages()
+    assert len(findings) == 4
+    assert all("pip install" in finding.detail and not finding.wrong for finding in findings)
+
+
+def run_doctor(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = (
+        mpirun.scrub(os.environ) | {"DIST_INFER_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""} | variables
+    )
+    command = [sys.executable, "-P", "-m", "dist_infer", "doctor"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    done = run_doctor(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("ok     ") for line in lines)
+    assert [line for line in lines if "world: 1 ranks on 1 hosts" in line and "started by hand" in line]
+    assert "collectives: a sum over 1 ranks is right" in done.stdout
+
+
+def test_what_is_wrong_keeps_mpi_from_being_started(tmp_path: Path) -> None:
+    done = run_doctor(tmp_path, PMIX_RANK="0")
+    assert done.returncode == 1
+    assert "WRONG  launcher" in done.stdout and "world:" not in done.stdout
+    assert run_doctor(tmp_path, PMIX_RANK="1").stdout == ""  # rank 0 speaks for all
