@@ -9,9 +9,12 @@ import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dist_infer.comm import expert
+from dist_infer.comm.expert_all_to_all import AllToAll
 from dist_infer.errors import UsageError
 from dist_infer.launch import mpirun
 from dist_infer.launch.world import World
@@ -135,6 +138,36 @@ def test_logits_equal_the_oracle(world: World, shared_folder: Path) -> None:
             logits = load(world, folder, tp=tp, dp=world.size // tp, max_moe_tokens=20).logits(BASE[:33])
             if expected is not None:
                 assert (logits - expected).abs().max().item() <= 1e-9, (family, tp)
+
+
+@pytest.mark.ranks(2, 4)
+def test_large_prefills_go_by_all_to_all_and_give_the_same(
+    world: World, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(world, shared_folder, "mixtral")
+    prompts = [tuple((11 * i * i + 3 * i + idx) % 131 for i in range(70 + 20 * idx)) for idx in range(5)]
+    long_requests = [
+        Request(request_id=idx, prompt_ids=prompt, sampling=SamplingParams(max_tokens=6, temperature=0.0))
+        for idx, prompt in enumerate(prompts)
+    ]
+    calls: list[int] = []
+    run = AllToAll.run
+
+    def counted(self: AllToAll, *args: Any) -> Any:
+        calls.append(len(calls))
+        return run(self, *args)
+
+    monkeypatch.setattr(AllToAll, "run", counted)
+    monkeypatch.setattr(expert, "_MIN_SELECTIVE_ROWS", 256)
+    monkeypatch.setattr(expert, "_MIN_SAVING", 0.0)  # too few ranks to be worth it, but enough to be right
+    served = load(world, folder, dp=world.size, max_moe_tokens=150)
+    answers = served.run(long_requests, max_num_tokens=512)
+    assert calls
+    calls.clear()
+    monkeypatch.setattr(expert, "_MIN_SELECTIVE_ROWS", 10**9)
+    gathered = served.run(long_requests, max_num_tokens=512)
+    assert not calls
+    assert answers.tokens == gathered.tokens
 
 
 @pytest.mark.ranks(4)
