@@ -62,7 +62,7 @@ def test_more_threads_than_cores_are_said_with_the_setting() -> None:
     assert not find_threads([report(rank, threads=8, device=f"cuda:{rank}") for rank in range(4)]).wrong
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_a_world_that_is_fine(world: World) -> None:
     found = describe(world)
     assert json.loads(json.dumps(found)) == found

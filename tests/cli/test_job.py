@@ -10,13 +10,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist_infer.errors import ExitCode
+from dist_infer.cli.job import _agree_on_seed
+from dist_infer.cli.options import RunOptions
+from dist_infer.errors import DistInferError, ExitCode
+from dist_infer.intake.job_files import FileOptions, JobFiles
 from dist_infer.launch import mpirun
+from dist_infer.launch.world import World
 from tests.tiny_models import make_tiny_llama
 
 PROGRAM = [sys.executable, "-P", "-m", "dist_infer", "run"]
@@ -226,19 +231,20 @@ def test_killed_at_random_moments_and_resumed_it_loses_and_doubles_nothing(
     assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
 
 
-def test_a_second_writer_and_another_run_are_refused(model: Path, folder: Path, jobs: list[Job]) -> None:
+def test_a_second_writer_is_refused(model: Path, folder: Path, jobs: list[Job]) -> None:
     arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]
     jobs.append(Job(2, arguments))
     jobs[0].wait_for_records(folder / "out.jsonl", 1)
-    jobs.append(Job(1, [*arguments, "--resume"]))
-    assert jobs[1].wait() == ExitCode.USAGE
-    assert "is being written by process" in jobs[1].text()
-    jobs[0].process.send_signal(signal.SIGUSR1)
-    assert jobs[0].wait() == ExitCode.DRAINED
-    for options, message in (([], "out.jsonl exists: --resume"), (["--resume", "--seed", "1"], "seed is 1, ")):
-        jobs.append(Job(1, [*arguments, *options]))
-        assert jobs[-1].wait() == ExitCode.USAGE
-        assert message in jobs[-1].text()
+    second = subprocess.run(
+        [*PROGRAM, *arguments, "--resume"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=mpirun.scrub(os.environ),
+    )
+    assert second.returncode == ExitCode.USAGE
+    assert f"is being written by process {jobs[0].pids()[0]} on host" in second.stderr
+    assert jobs[0].process.poll() is None
 
 
 def test_a_model_that_is_not_there_is_said_once(folder: Path, jobs: list[Job]) -> None:
@@ -265,3 +271,14 @@ def test_without_a_launcher_it_is_a_world_of_one(model: Path, folder: Path) -> N
     assert finished.returncode == ExitCode.DONE, finished.stderr
     (record,) = [json.loads(line) for line in finished.stdout.splitlines()]
     assert record["response"]["body"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_options_are_named(world: World) -> None:
+    """Each rank has read its command line, and maybe a file, itself."""
+    prompts = RunOptions(prompts=("x",), seed=4)
+    files = JobFiles.open(FileOptions(prompts=["x"], seed=4)) if world.rank == 0 else None
+    assert _agree_on_seed(prompts, world, files) == 4
+    other = replace(prompts, max_num_seqs=65 if world.rank else 64)
+    with pytest.raises(DistInferError, match="rank 1 on host .* has other options than rank 0"):
+        _agree_on_seed(other, world, files)
