@@ -26,7 +26,7 @@ from dist_infer.errors import RequestError, UsageError
 from dist_infer.pages import BlockPool
 from dist_infer.sequences import Plan, Rows, Sequence, State, ceil_div
 from dist_infer.step_options import add_options, option_arrays, read_scores
-from dist_infer.types import Batch, FinishReason, Float64Array, Int64Array, News, Request, StepOutput, TokenScore
+from dist_infer.types import Batch, FinishReason, Float64Array, Int64Array, News, Request, StepOutput
 
 # An admission leaves a free block to each so many running sequences, so that it isn't preempted at once. On loads that
 # are preempted often, 2 computes 3 to 10 % fewer tokens than no such rule in as many steps; 1 begins to cost steps.
@@ -200,20 +200,20 @@ class Scheduler:
             raise ValueError(f"{len(batch.logit_rows)} tokens are due, the shape given is {token_ids.shape}")
         step = self._in_flight.popleft()
         sampled = dict(zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True))
-        scored = read_scores(batch, step.seqs, token_ids, scores)
+        scored = None if batch.scores is None else read_scores(batch, batch.scores, step.seqs, token_ids, scores)
         outputs = []
         for idx, (seq, end) in enumerate(zip(step.seqs, step.ends, strict=True)):
             seq.num_in_flight -= 1
             self._register_blocks(seq, end)
-            prompt_scores = scored.of_prompt.get(idx, ())
-            seq.num_scored += len(prompt_scores)
+            output = None
             if idx in sampled:
                 seq.num_unknown -= 1
                 if seq.state is not State.ENDED:
-                    own = scored.of_token.get(idx, ())
-                    outputs.append(self._append_token(seq, sampled[idx], own, prompt_scores))
-            elif prompt_scores and seq.state is not State.ENDED:
-                outputs.append(StepOutput(request_id=seq.request.request_id, token_ids=(), prompt_scores=prompt_scores))
+                    output = self._append_token(seq, sampled[idx])
+            if scored is not None:
+                output = scored.added_to(output, idx, seq)
+            if output is not None:
+                outputs.append(output)
             if seq.state is not State.RUNNING:
                 self._leave(seq)
         return outputs
@@ -328,13 +328,11 @@ class Scheduler:
                 self._pool.register(seq.blocks[idx], seq.block_hash(idx, block_size))
                 seq.num_registered = idx + 1
 
-    def _append_token(
-        self, seq: Sequence, token_id: int, scores: tuple[TokenScore, ...], prompt_scores: tuple[TokenScore, ...]
-    ) -> StepOutput:
+    def _append_token(self, seq: Sequence, token_id: int) -> StepOutput:
         seq.tokens[seq.num_known] = token_id
         seq.num_known += 1
         reason: FinishReason | None = None
-        if token_id in seq.stop_ids and seq.num_known - seq.prompt_len > seq.request.sampling.min_tokens:
+        if token_id in seq.stop_ids and seq.num_known > seq.min_len:
             reason = "stop"
         elif seq.num_known == seq.max_len:
             reason = "length"
@@ -343,13 +341,7 @@ class Scheduler:
             seq.state = State.ENDED
             self._running.pop(request_id, None)
             self._preempting.pop(request_id, None)
-        return StepOutput(
-            request_id=request_id,
-            token_ids=(token_id,),
-            finish_reason=reason,
-            scores=scores,
-            prompt_scores=prompt_scores,
-        )
+        return StepOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
 
     def _leave(self, seq: Sequence) -> None:
         """Take row and blocks from a sequence that no longer runs, as soon as none of its steps is in flight."""

@@ -35,6 +35,7 @@ class Sequence:
     prompt_len: int
     num_known: int
     max_len: int
+    min_len: int
     stop_ids: frozenset[int]
     state: State = State.WAITING
     num_scheduled: int = 0  # tokens whose KV is computed, or will be by the steps in flight
@@ -62,6 +63,7 @@ class Sequence:
             prompt_len=prompt_len,
             num_known=prompt_len,
             max_len=max_len,
+            min_len=prompt_len + request.sampling.min_tokens,
             stop_ids=frozenset(request.sampling.stop_token_ids),
             has_options=_has_options(request.sampling),
         )

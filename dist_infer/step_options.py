@@ -5,13 +5,13 @@ Only batches with such a request come here. Host data only: no torch.
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_infer.sequences import Plan, Sequence
-from dist_infer.types import Batch, Float64Array, Int64Array, LogitEdits, ScoreRows, TokenScore
+from dist_infer.sequences import Plan, Sequence, State
+from dist_infer.types import Batch, Float64Array, Int64Array, LogitEdits, ScoreRows, StepOutput, TokenScore
 
 _UNKNOWN_TOKEN = -1
 
@@ -107,19 +107,29 @@ def _joined(arrays: Seq[Int64Array]) -> Int64Array:
 class StepScores:
     """Scores of a step by the index of the sequence in its batch."""
 
-    of_token: Mapping[int, tuple[TokenScore, ...]] = field(default_factory=dict)
-    of_prompt: Mapping[int, tuple[TokenScore, ...]] = field(default_factory=dict)
+    of_token: Mapping[int, tuple[TokenScore, ...]]
+    of_prompt: Mapping[int, tuple[TokenScore, ...]]
+
+    def added_to(self, output: StepOutput | None, idx: int, seq: Sequence) -> StepOutput | None:
+        """The output of sequence `idx` of the batch with its scores; one without tokens for a part of a prompt."""
+        prompt_scores = self.of_prompt.get(idx, ())
+        seq.num_scored += len(prompt_scores)
+        if output is None:
+            if not prompt_scores or seq.state is State.ENDED:
+                return None
+            output = StepOutput(request_id=seq.request.request_id, token_ids=())
+        output.scores, output.prompt_scores = self.of_token.get(idx, ()), prompt_scores
+        return output
 
 
-def read_scores(batch: Batch, seqs: Seq[Sequence], token_ids: Int64Array, scores: Float64Array | None) -> StepScores:
-    """What the sampler's scores say of each sequence.
+def read_scores(
+    batch: Batch, rows: ScoreRows, seqs: Seq[Sequence], token_ids: Int64Array, scores: Float64Array | None
+) -> StepScores:
+    """What the sampler's scores of `rows` say of each sequence.
 
     Shapes: scores [Q + P, 2 + 2 K].
     Errors: ValueError when there are not as many as the batch asks for.
     """
-    if batch.scores is None:
-        return StepScores()
-    rows = batch.scores
     if scores is None or len(scores) != len(rows):
         raise ValueError(f"{len(rows)} scores are due, not {0 if scores is None else len(scores)}")
     num_sampled = len(rows.logit_rows)
