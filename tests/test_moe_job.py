@@ -1,4 +1,4 @@
-"""Whole jobs of models with experts on 2 and 4 ranks, against transformers in float64.
+"""Whole jobs of models with experts on 1 to 4 ranks, against transformers in float64.
 
 Every job mixes prompts with common beginnings that end around the edges of blocks, answers of other lengths (so groups
 fall idle at other times), chunked prompts and reused blocks.
@@ -23,6 +23,10 @@ from tests.serving import load, on_rank_0
 
 # (family, tp, dp, ep, --moe-max-tokens, --max-num-tokens, depth)
 JOBS: dict[int, list[tuple[str, int, int, int, int | None, int, int]]] = {
+    1: [
+        ("deepseek-v3", 1, 1, 1, 7, 7, 1),
+        ("qwen3-moe", 1, 1, 1, 100, 13, 0),
+    ],
     2: [
         ("deepseek-v3", 2, 1, 2, 7, 7, 0),
         ("deepseek-v3", 1, 2, 2, 1, 256, 1),
@@ -31,6 +35,13 @@ JOBS: dict[int, list[tuple[str, int, int, int, int | None, int, int]]] = {
         ("qwen3-moe", 1, 2, 2, None, 7, 0),
         ("mixtral", 2, 1, 2, 1, 256, 0),
         ("minimax-m2", 1, 2, 2, 7, 13, 0),
+    ],
+    3: [
+        ("deepseek-v3", 1, 3, 3, 100, 256, 0),
+        ("deepseek-v2-lite", 3, 1, 3, 7, 13, 1),
+        ("deepseek-v2", 1, 3, 1, 1, 7, 0),
+        ("qwen3-moe", 3, 1, 1, None, 256, 0),
+        ("minimax-m2", 3, 1, 3, 1, 7, 1),
     ],
     4: [
         ("deepseek-v3", 2, 2, 4, 7, 7, 1),
@@ -61,7 +72,7 @@ def requests() -> list[Request]:
         Request(
             request_id=idx,
             prompt_ids=(*BASE[:length], 100 + idx),
-            sampling=SamplingParams(max_tokens=(12, 3, 7, 12, 5, 1, 9)[idx], temperature=0.0),
+            sampling=SamplingParams(max_tokens=(32, 3, 7, 12, 5, 1, 9)[idx], temperature=0.0),
         )
         for idx, length in enumerate(LENGTHS)
     ]
@@ -85,7 +96,7 @@ def make_folder(world: World, shared_folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.mark.ranks(2, 4, timeout=200)
+@pytest.mark.ranks(1, 2, 3, 4, timeout=200)
 def test_jobs_in_every_layout_equal_the_oracle(world: World, shared_folder: Path) -> None:
     for family, tp, dp, ep, max_moe_tokens, max_num_tokens, depth in JOBS[world.size]:
         folder = make_folder(world, shared_folder, family)
@@ -131,7 +142,8 @@ def test_all_families_layouts_and_chunk_limits_equal_the_oracle(world: World, sh
 @pytest.mark.ranks(2, 4, timeout=100)
 def test_logits_equal_the_oracle(world: World, shared_folder: Path) -> None:
     tiny_models = pytest.importorskip("tests.tiny_models")
-    for family in ("deepseek-v3", "minimax-m2"):
+    tiny_families = pytest.importorskip("tests.tiny_families")
+    for family in tiny_families.CONFIGS:
         folder = make_folder(world, shared_folder, family)
         expected = tiny_models.LiftedOracle(folder).logits(BASE[:33]) if world.rank == 0 else None
         for tp in (world.size, world.size // 2):
