@@ -2,17 +2,12 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import typer
 
 from dist_infer.checkpoint.cache_folder import open_private_folder
 from dist_infer.cli.environment import Environment
+from dist_infer.cli.findings import AFTER_START, Finding, show
 from dist_infer.errors import ExitCode, UsageError
 from dist_infer.launch.preflight import CHECKS, Surroundings
-
-AFTER_START = ("MPI library", "world size")  # checks of preflight that can't be made before MPI has started
 
 _PACKAGES = {  # that some jobs need, and what for
     "mpi4py": "more than one rank: pip install 'dist-infer[mpi]'",
@@ -20,18 +15,6 @@ _PACKAGES = {  # that some jobs need, and what for
     "triton": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
     "cutlass": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at: `wrong` says what is wrong and the fix, else `detail` says what is there."""
-
-    name: str
-    detail: str = ""
-    wrong: str = ""
-
-    def __str__(self) -> str:
-        return f"WRONG  {self.name}: {self.wrong}" if self.wrong else f"ok     {self.name}: {self.detail or 'fine'}"
 
 
 def doctor() -> int:
@@ -53,12 +36,6 @@ def doctor() -> int:
     from dist_infer.cli.examine import examine
 
     return examine(environment.launcher.name if environment.launcher else None)
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Print them, one line each."""
-    for finding in findings:
-        typer.echo(str(finding))
 
 
 def find_surroundings(around: Surroundings) -> list[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dist_infer import __version__
-from dist_infer.cli.doctor import AFTER_START, Finding, show
+from dist_infer.cli.findings import AFTER_START, Finding, show
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import ExitCode
 from dist_infer.launch.world import World, run_world
