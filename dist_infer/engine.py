@@ -101,9 +101,8 @@ class Engine:
         self._woke = False
         self._end_of_input = False
         self._in_flight: deque[_InFlight] = deque()
-        self._owed: deque[tuple[int, int]] = (
-            deque()
-        )  # rank 0: (step, source rank) whose outputs have not been delivered
+        # Rank 0: (step, source rank) whose outputs have not been delivered.
+        self._owed: deque[tuple[int, int]] = deque()
 
     def run(self) -> ExitCode:
         """Steps until all ranks leave together; the exit code is everybody's.

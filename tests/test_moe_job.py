@@ -19,7 +19,7 @@ from dist_infer.errors import UsageError
 from dist_infer.launch import mpirun
 from dist_infer.launch.world import World
 from dist_infer.types import Request, SamplingParams
-from tests.serving import load, on_rank_0
+from tests.serving import Served, load, on_rank_0
 
 # (family, tp, dp, ep, --moe-max-tokens, --max-num-tokens, depth)
 JOBS: dict[int, list[tuple[str, int, int, int, int | None, int, int]]] = {
@@ -96,23 +96,21 @@ def make_folder(world: World, shared_folder: Path, family: str) -> Path:
     return folder
 
 
+def check_job(served: Served, folder: Path, case: object, **limits: int) -> None:
+    """The job's tokens are those of transformers. Ranks: collective over the world."""
+    answers = served.run(requests(), block_size=4, num_kv_blocks=120, **limits)
+    if served.world.rank == 0:
+        assert answers.tokens == oracle_tokens(folder), case
+
+
 @pytest.mark.ranks(1, 2, 3, 4, timeout=200)
 def test_jobs_in_every_layout_equal_the_oracle(world: World, shared_folder: Path) -> None:
     for family, tp, dp, ep, max_moe_tokens, max_num_tokens, depth in JOBS[world.size]:
         folder = make_folder(world, shared_folder, family)
         served = load(world, folder, tp=tp, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
         for max_num_seqs in (8, 1):  # in company; then one after another, so that blocks are found again
-            answers = served.run(
-                requests(),
-                depth=depth,
-                max_num_tokens=max_num_tokens,
-                max_num_seqs=max_num_seqs,
-                block_size=4,
-                num_kv_blocks=120,
-            )
-            if world.rank == 0:
-                case = (family, tp, dp, ep, max_moe_tokens, max_num_tokens, max_num_seqs)
-                assert answers.tokens == oracle_tokens(folder), case
+            case = (family, tp, dp, ep, max_moe_tokens, max_num_tokens, max_num_seqs)
+            check_job(served, folder, case, depth=depth, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.soak
@@ -126,17 +124,8 @@ def test_all_families_layouts_and_chunk_limits_equal_the_oracle(world: World, sh
         for dp, ep, max_moe_tokens in product(divisors, divisors, (1, 7, 100, None)):
             served = load(world, folder, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
             for depth, max_num_tokens, max_num_seqs in product((0, 1), (5, 256), (1, 8)):
-                answers = served.run(
-                    requests(),
-                    depth=depth,
-                    max_num_tokens=max_num_tokens,
-                    max_num_seqs=max_num_seqs,
-                    block_size=4,
-                    num_kv_blocks=120,
-                )
-                if world.rank == 0:
-                    case = (family, dp, ep, max_moe_tokens, depth, max_num_tokens, max_num_seqs)
-                    assert answers.tokens == oracle_tokens(folder), case
+                case = (family, dp, ep, max_moe_tokens, depth, max_num_tokens, max_num_seqs)
+                check_job(served, folder, case, depth=depth, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.ranks(2, 4, timeout=100)

@@ -326,12 +326,25 @@ def _facts(plan: ShardPlan, config: SchedulerConfig, seed: int) -> dict[str, obj
 
 
 def _gather_reports(options: RunOptions, world: World, scheduler: Scheduler, summary: RunSummary) -> None:
-    """What each rank knows for the summary. Ranks: collective over the world."""
+    """What each rank knows for the summary; a rank that can't tell brings its error to the vote.
+
+    Ranks: collective over the world.
+    """
     if options.summary is None:
         return
+    report: dict[str, object] = {}
+    failed: Exception | None = None
+    try:
+        report = _describe_rank(world, scheduler)
+    except Exception as error:  # whatever it is, the others wait for this rank in the vote
+        failed = error
+    summary.reports = [*world.vote("summary", failed, report)]
+
+
+def _describe_rank(world: World, scheduler: Scheduler) -> dict[str, object]:
     on_gpu = world.device.type == "cuda"
     counters = scheduler.counters
-    report = {
+    return {
         "rank": world.rank,
         "host": world.host,
         "device": str(world.device),
@@ -343,7 +356,6 @@ def _gather_reports(options: RunOptions, world: World, scheduler: Scheduler, sum
         "admitted_tokens": counters.admitted_tokens,
         "prefix_cached_tokens": counters.cached_tokens,
     }
-    summary.reports = [*world.vote("summary", None, report)]
 
 
 def _report_ready(

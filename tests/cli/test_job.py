@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from dist_infer.cli.job import _agree_on_seed
+from dist_infer.cli.job import _agree_on_seed, _gather_reports
 from dist_infer.cli.options import RunOptions
+from dist_infer.cli.summary import RunSummary
 from dist_infer.errors import DistInferError, ExitCode
 from dist_infer.intake.job_files import FileOptions, JobFiles
 from dist_infer.launch import mpirun
@@ -282,3 +283,22 @@ def test_ranks_with_other_options_are_named(world: World) -> None:
     other = replace(prompts, max_num_seqs=65 if world.rank else 64)
     with pytest.raises(DistInferError, match="rank 1 on host .* has other options than rank 0"):
         _agree_on_seed(other, world, files)
+
+
+def test_a_rank_that_cannot_report_still_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in the exchange before the farewell."""
+
+    class Voters:
+        errors: ClassVar[list[BaseException | None]] = []
+
+        def vote(self, stage: str, error: BaseException | None, report: dict[str, object]) -> list[dict[str, object]]:
+            self.errors.append(error)
+            return [report]
+
+    def fail(*_: object) -> dict[str, object]:
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr("dist_infer.cli.job._describe_rank", fail)
+    options = RunOptions(prompts=("x",), summary="out.json")
+    _gather_reports(options, Voters(), None, RunSummary(None))  # type: ignore[arg-type]
+    assert str(Voters.errors[0]) == "no counters"
