@@ -7,8 +7,11 @@ call). Reasons are kept, so that `Selection.explain` can say why a library was p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,6 +36,26 @@ def runs_anywhere(target: Target) -> str | None:
     return None
 
 
+def on_triton(target: Target) -> str | None:
+    """`is_available` of a library whose kernels are written in Triton."""
+    if target.device.type != "cuda":
+        return f"needs a GPU, not {target.device.type}"
+    if target.dtype == torch.float64:
+        return "float64 is the reference's"
+    return None if find_spec("triton") else "the package triton is missing: pip install triton"
+
+
+def deferred(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported at the first call, because a package that it needs may be missing."""
+
+    @cache
+    def load() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
+
+    return lambda *args, **options: load()(*args, **options)
+
+
 def any_sizes(sizes: Sizes) -> str | None:
     """`supports` of a library that takes every size."""
     return None
@@ -43,7 +66,8 @@ class Library(Generic[F]):
     """One implementation of an op. Both tests return None for yes, else the reason for no.
 
     `is_available` is static (device, architecture, package, dtype, geometry), `supports` is cheap. A library with
-    `default=False` is used only when an order names it.
+    `default=False` is used only when an order names it. One that is `graph_safe` can be captured in a CUDA graph: it
+    reads sizes from the device, never waits for it, and takes the host's copies as upper bounds.
     """
 
     name: str
@@ -51,6 +75,7 @@ class Library(Generic[F]):
     is_available: Callable[[Target], str | None] = runs_anywhere
     supports: Callable[[Sizes], str | None] = any_sizes
     default: bool = True
+    graph_safe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

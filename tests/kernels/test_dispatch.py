@@ -8,7 +8,7 @@ import torch
 
 import dist_infer.kernels
 from dist_infer.errors import UsageError
-from dist_infer.kernels.dispatch import Library, Sizes, Target, order_libraries, resolve
+from dist_infer.kernels.dispatch import Library, Sizes, Target, deferred, on_triton, order_libraries, resolve
 
 CPU = Target(device=torch.device("cpu"), dtype=torch.float32, geometry={"head_dim": 64})
 
@@ -95,3 +95,27 @@ def test_bare_import_is_refused() -> None:
     assert spec.loader is not None
     with pytest.raises(ImportError, match=r"import it as 'dist_infer\.kernels'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_deferred_function_is_imported_at_its_first_call() -> None:
+    floor = deferred("math", "floor")
+    assert floor(2.5) == 2
+    missing = deferred("dist_infer.kernels.nowhere", "run")
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        missing()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [("cpu", torch.float32, "needs a GPU, not cpu"), ("cuda", torch.float64, "float64 is the reference's")],
+)
+def test_triton_says_why_it_stays_away(device: str, dtype: torch.dtype, reason: str) -> None:
+    assert on_triton(Target(device=torch.device(device), dtype=dtype)) == reason
+
+
+def test_triton_runs_on_a_gpu_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr("dist_infer.kernels.dispatch.find_spec", lambda name: object())
+    assert on_triton(target) is None
+    monkeypatch.setattr("dist_infer.kernels.dispatch.find_spec", lambda name: None)
+    assert on_triton(target) == "the package triton is missing: pip install triton"
