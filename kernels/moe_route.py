@@ -18,7 +18,7 @@ from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.reference.moe_route import moe_route as reference_moe_route
 
-MoeRouteFunction: TypeAlias = Callable[[Tensor, Tensor | None, RoutingMethod], tuple[Tensor, Tensor]]
+MoeRouteFunction: TypeAlias = Callable[[Tensor, Tensor | None, RoutingMethod, Tensor | None], tuple[Tensor, Tensor]]
 
 LIBRARIES: tuple[Library[MoeRouteFunction], ...] = (Library(name="torch", function=reference_moe_route),)
 
@@ -26,14 +26,21 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def moe_route(
-    logits: Tensor, bias: Tensor | None, method: RoutingMethod, *, library: Library[MoeRouteFunction]
+    logits: Tensor,
+    bias: Tensor | None,
+    method: RoutingMethod,
+    num_real: Tensor | None = None,
+    *,
+    library: Library[MoeRouteFunction],
 ) -> tuple[Tensor, Tensor]:
     """(expert ids, weights) of each token, the best choice first; of equal choices the smaller id comes first.
 
     Scores are softmax or sigmoid of the logits, in their dtype. The choice is by score + bias, the weights are the
-    scores alone. NaN is chosen last; ids are always K different experts.
+    scores alone. NaN is chosen last; ids are always K different experts. `num_real` tells how many rows are tokens: the
+    rows behind them are padding, whatever they hold, and get ids -1 and weights 0. It is read on the device.
 
-    Shapes: logits [T, E], bias [E], both float32 or float64 -> [T, K] int32, [T, K] of the logits' dtype.
+    Shapes: logits [T, E], bias [E], both float32 or float64, num_real [1] int32 -> [T, K] int32, [T, K] of the logits'
+        dtype.
     Errors: ValueError for shapes, dtypes or numbers that don't fit. Narrower logits or biases are refused: a bias that
         was rounded to bfloat16 chooses other experts, and no later cast repairs it.
     Source: DeepSeek-V2 (2024), DeepSeek-V3 (2024), Mixtral (2024), Qwen3 (2025), MiniMax-M2 (2025) as in transformers.
@@ -44,5 +51,7 @@ def moe_route(
         raise ValueError(
             f"moe_route: bias {bias.dtype} {list(bias.shape)} is not float32 or float64 [{logits.shape[1]}]"
         )
+    if num_real is not None and (num_real.shape != (1,) or num_real.dtype != torch.int32):
+        raise ValueError(f"moe_route: num_real {num_real.dtype} {list(num_real.shape)} is not int32 [1]")
     method.check(logits.shape[1])
-    return library.function(logits, bias, method)
+    return library.function(logits, bias, method, num_real)

@@ -7,7 +7,9 @@ from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.kernels.reference.top_k import top_k
 
 
-def moe_route(logits: Tensor, bias: Tensor | None, method: RoutingMethod) -> tuple[Tensor, Tensor]:
+def moe_route(
+    logits: Tensor, bias: Tensor | None, method: RoutingMethod, num_real: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `dist_infer.kernels.moe_route.moe_route`."""
     scores = logits.softmax(1) if method.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -17,7 +19,11 @@ def moe_route(logits: Tensor, bias: Tensor | None, method: RoutingMethod) -> tup
     weights = scores.gather(1, ids)
     if method.renormalise:
         weights = weights / (weights.sum(1, keepdim=True) + method.renorm_epsilon)
-    return ids.int(), weights * method.scaling_factor
+    ids, weights = ids.int(), weights * method.scaling_factor
+    if num_real is None:
+        return ids, weights
+    padding = (torch.arange(len(ids), device=ids.device) >= num_real)[:, None]
+    return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
 
 
 def _only_best_groups(choice: Tensor, method: RoutingMethod) -> Tensor:

@@ -138,6 +138,21 @@ def test_nan_rows_still_give_different_experts(name: str) -> None:
         assert torch.equal(ids[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("name", METHODS)
+def test_padding_is_routed_nowhere(device: str, library: Library[MoeRouteFunction], name: str) -> None:
+    logits = torch.randn(7, NUM_EXPERTS, device=device)
+    logits[5:] = math.nan
+    clean = moe_route(logits, None, METHODS[name], library=library)
+    for num_real in (0, 1, 5, 7):
+        count = torch.tensor([num_real], dtype=torch.int32, device=device)
+        ids, weights = moe_route(logits, None, METHODS[name], count, library=library)
+        assert torch.equal(ids[:num_real], clean[0][:num_real])
+        torch.testing.assert_close(weights[:num_real], clean[1][:num_real], rtol=0, atol=0, equal_nan=True)
+        assert (ids[num_real:] == -1).all() and (weights[num_real:] == 0).all()
+
+
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     logits = torch.tensor([[1000.0, -1000.0, 999.0]])
     method = RoutingMethod(scoring="softmax", top_k=2, renormalise=True)
@@ -168,3 +183,5 @@ def test_narrow_logits_and_wrong_shapes_are_refused() -> None:
         moe_route(torch.zeros(4), None, method, library=LIBRARIES[-1])
     with pytest.raises(ValueError, match=r"bias torch.float32 \[3\] is not float32 or float64 \[4\]"):
         moe_route(torch.zeros(1, 4), torch.zeros(3), method, library=LIBRARIES[-1])
+    with pytest.raises(ValueError, match=r"num_real torch.int64 \[1\] is not int32 \[1\]"):
+        moe_route(torch.zeros(1, 4), None, method, torch.zeros(1, dtype=torch.int64), library=LIBRARIES[-1])
