@@ -7,19 +7,18 @@ import logging
 import os
 import platform
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from dist_infer import __version__
-from dist_infer.checkpoint.folder import open_model_folder
-from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
-from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, RunOptions
+from dist_infer.cli.options import RunOptions
+from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
@@ -33,21 +32,15 @@ from dist_infer.intake.line_filter import Shard
 from dist_infer.intake.sampling_defaults import read_sampling_defaults
 from dist_infer.intake.text import collect_eos_ids, open_text
 from dist_infer.intake.validate import RequestLimits
-from dist_infer.kv_cache import KVCache
 from dist_infer.launch.world import World, run_world
 from dist_infer.log import ProgressView, open_progress, setup_logging
 from dist_infer.metrics import ServingMeter
-from dist_infer.runner import Runner
-from dist_infer.sampler import Sampler
 from dist_infer.scheduler import Scheduler, check_fits
 from dist_infer.shard import Shard as ModelShard
-from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
-from dist_infer.step_runner import StepRunner
+from dist_infer.shard import ShardPlan
 
 _log = logging.getLogger(__name__)
 _INFLIGHT_PER_SEQ = 4  # requests alive on rank 0 for each sequence of a step: enough to balance and never run dry
-
-T = TypeVar("T")
 
 
 def run_job(options: RunOptions, environment: Environment) -> int:
@@ -61,11 +54,11 @@ def _serve(options: RunOptions, environment: Environment, world: World) -> int:
     """Everything between the opening of the world and its farewell. Ranks: collective over the world."""
     setup_logging(level=options.log_level, host=world.host, rank=world.rank, size=world.size)
     summary = RunSummary(options.summary if world.rank == 0 else None)
-    files = _stage(
+    files = stage(
         world, "open input and output", lambda: _open_files(options, environment, world) if world.rank == 0 else None
     )
     try:
-        _stage(world, "check the summary's place", lambda: summary.check([options.input, options.output]))
+        stage(world, "check the summary's place", lambda: summary.check([options.input, options.output]))
         code = _serve_files(options, environment, world, files, summary)
         summary.mark("serve")
         summary.write(code)
@@ -84,47 +77,32 @@ def _serve_files(
 ) -> int:
     """Rank 0 has the files. Ranks: collective over the world."""
     seed = _agree_on_seed(options, world, files)
-    plan = _stage(world, "read the model's folder", lambda: _plan(options, environment, world))
-    _stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
+    plan = plan_model(options, environment, world)
+    stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
     summary.mark("open")
-    communicators = world.communicators(plan.mesh)
-    tp = communicators.tp
-    dummy_seed = seed if options.load_format == "dummy" else None
-    shard = _stage(
-        world,
-        "load the model",
-        lambda: load_shard(
-            plan,
-            tp,
-            world=communicators.world,
-            max_moe_tokens=options.moe_max_tokens,
-            dummy_seed=dummy_seed,
-            on_tensor=world.watchdog.progress,
-        ),
-    )
+    shard = load_model(options, plan, world, dummy_seed=seed)
     summary.mark("load")
-    config = _agree_on_limits(options, plan, world)
-    _stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
-    runner = _stage(world, "make the KV cache", lambda: _make_runner(plan, shard, config))
+    config = agree_on_limits(options, plan, world)
+    stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
+    step_runner = make_step_runner(plan, shard, config, world)
     progress = open_progress(
         under_launcher=environment.launcher is not None, answers_on_stdout=options.output in (None, "-")
     )
-    job = _stage(
+    job = stage(
         world,
         "open the tokenizer",
         lambda: _open_batch(options, plan, config, files, progress) if files is not None else None,
     )
     reports = _report_ready(world, plan, shard, config, seed)
-    _stage(world, "begin the output", lambda: _begin_output(options, plan, config, files, reports))
+    stage(world, "begin the output", lambda: _begin_output(options, plan, config, files, reports))
     summary.facts = _facts(plan, config, seed)
     summary.num_resumed = files.num_resumed if files is not None else 0
     scheduler = Scheduler(config, plan.mesh.dp_rank)
-    sampler = Sampler(tp, shard.model.vocab_range, plan.config.vocab_size)
     engine = Engine(
         mesh=plan.mesh,
         control=world.control,
         scheduler=scheduler,
-        runner=StepRunner(runner, sampler),
+        runner=step_runner,
         watch=world.watchdog,
         stop_requested=world.signals.stop_requested,
         vote=world.vote,
@@ -139,22 +117,6 @@ def _serve_files(
         return int(engine.run())
     finally:
         progress.close()
-
-
-def _stage(world: World, name: str, build: Callable[[], T]) -> T:
-    """What `build` makes, once it has gone well on all ranks.
-
-    Ranks: collective over the world. Errors: VotedError on every rank, naming those that failed and why.
-    """
-    result: T | None = None
-    failed: Exception | None = None
-    try:
-        with world.watchdog.long_task(name):
-            result = build()
-    except Exception as error:  # whatever it is, the others must learn of it
-        failed = error
-    world.vote(name, failed)
-    return result  # type: ignore[return-value]  # the vote raises where there is none
 
 
 def _open_files(options: RunOptions, environment: Environment, world: World) -> JobFiles:
@@ -192,7 +154,7 @@ def _agree_on_seed(options: RunOptions, world: World, files: JobFiles | None) ->
                     "all ranks need the same command line and the same --config file"
                 )
 
-    _stage(world, "agree on options", check)
+    stage(world, "agree on options", check)
     return int(reports[0]["seed"])
 
 
@@ -239,47 +201,6 @@ def _versions() -> dict[str, str]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _plan(options: RunOptions, environment: Environment, world: World) -> ShardPlan:
-    mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp, ep=options.ep)
-    model = find_model(
-        options.model, environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model")
-    )
-    folder = open_model_folder(model.path, weights=options.load_format != "dummy", name=model.name)
-    return plan_shard(folder, mesh, dtype=options.dtype, device=world.device)
-
-
-def _agree_on_limits(options: RunOptions, plan: ShardPlan, world: World) -> SchedulerConfig:
-    """The limits of the schedulers; the ranks hold one number of KV blocks, the least that any of them has room for."""
-    fraction = options.kv_memory_fraction or DEFAULT_KV_MEMORY_FRACTION[plan.device.type]
-
-    def own_blocks() -> int:
-        if options.num_kv_blocks is not None:
-            return options.num_kv_blocks
-        return num_kv_blocks(plan, block_size=options.block_size, memory_fraction=fraction, sharers=world.local_size)
-
-    (num_blocks,) = world.all_min([_stage(world, "size the KV cache", own_blocks)])
-    return _stage(
-        world,
-        "limits",
-        lambda: SchedulerConfig(
-            max_model_len=max_model_len(
-                plan.config, options.max_model_len, num_kv_tokens=num_blocks * options.block_size
-            ),
-            max_num_seqs=options.max_num_seqs,
-            max_num_tokens=options.max_num_tokens,
-            block_size=options.block_size,
-            num_kv_blocks=num_blocks,
-            prefix_cache=options.prefix_cache,
-            depth=1 if plan.device.type == "cuda" else 0,
-        ),
-    )
-
-
-def _make_runner(plan: ShardPlan, shard: ModelShard, config: SchedulerConfig) -> Runner:
-    kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
-    return Runner(shard.model, kv_cache, max_num_seqs=config.max_num_seqs, device=plan.device)
 
 
 def _open_batch(

@@ -1,4 +1,4 @@
-"""The options of `dist-infer run`: frozen, checked in themselves.
+"""Options of the command line: frozen, checked in themselves.
 
 Nothing here looks at the disk: the nodes of the ranks may see different files, and only rank 0 reads and writes.
 """
@@ -37,8 +37,68 @@ _EXAMPLES = """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What the user asked of `dist-infer run`. None: to be chosen from the model, the device or the world.
+class EngineOptions:
+    """How a model is loaded and served, whatever for. None: to be chosen from the model, the device or the world.
+
+    Errors: UsageError naming the option.
+    """
+
+    model: str | None = None  # None: the embedded default model
+    load_format: LoadFormat = "auto"
+    tp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_tokens: int = 2048
+    moe_max_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_memory_fraction: float | None = None
+    prefix_cache: bool = True
+    dtype: DTypeOption = "auto"
+    device: DeviceOption = "auto"
+    seed: int | None = None  # None: a fresh one, or that of the run that is resumed
+    log_level: LogLevelOption = "info"
+    step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check every value and that they don't contradict each other."""
+        self._check_choices()
+        self._check_counts()
+        if self.max_model_len == 1:
+            raise UsageError("--max-model-len is 1; a prompt and an answer need at least 2 tokens")
+        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 1:
+            raise UsageError(f"--kv-memory-fraction is {self.kv_memory_fraction:g}; it must be above 0, at most 1")
+        if not (self.step_timeout_s > 0 and math.isfinite(self.step_timeout_s)):
+            raise UsageError(f"--step-timeout is {self.step_timeout_s:g}; it must be a number of seconds above 0")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}; it must fit into 64 bits")
+        if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
+            raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
+        if self.load_format == "dummy" and self.model is None:
+            raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
+        if self.model == "":
+            raise UsageError("--model is empty; give a path")
+
+    def _check_choices(self) -> None:
+        for field in fields(self):
+            if get_origin(field.type) is Literal and getattr(self, field.name) not in get_args(field.type):
+                choices = ", ".join(get_args(field.type))
+                raise UsageError(
+                    f"{_spelling(field.name)} is {getattr(self, field.name)!r}; it must be one of {choices}"
+                )
+
+    def _check_counts(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _COUNTS and value is not None and value < 1:
+                raise UsageError(f"{_spelling(field.name)} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(EngineOptions):
+    """What the user asked of `dist-infer run`.
 
     Errors: UsageError naming the option.
     """
@@ -49,31 +109,14 @@ class RunOptions:
     overwrite: bool = False
     resume: bool = False
     shard: tuple[int, int] | None = None  # part K of N, from 1
-    model: str | None = None  # None: the embedded default model
-    load_format: LoadFormat = "auto"
-    tp: int | None = None
-    dp: int | None = None
-    ep: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_tokens: int = 2048
-    moe_max_tokens: int | None = None
     max_inflight: int | None = None
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_memory_fraction: float | None = None
-    prefix_cache: bool = True
-    dtype: DTypeOption = "auto"
-    device: DeviceOption = "auto"
-    seed: int | None = None  # None: a fresh one, or that of the run that is resumed
-    log_level: LogLevelOption = "info"
-    step_timeout_s: float = 300.0
     summary: str | None = None  # a path
 
     def __post_init__(self) -> None:
         """Check every value and that they don't contradict each other."""
-        self._check_choices()
-        self._check_numbers()
+        EngineOptions.__post_init__(self)
+        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
+            raise UsageError(f"--shard is {self.shard[0]}/{self.shard[1]}; in K/N, K counts from 1 to N")
         self._check_files()
 
     def check_launcher(self, launcher_name: str | None) -> None:
@@ -86,32 +129,6 @@ class RunOptions:
                 f"-i {self.input}: standard input can't be read under {launcher_name}, which may lose its end; "
                 "write the requests to a file and give -i FILE"
             )
-
-    def _check_choices(self) -> None:
-        for field in fields(self):
-            if get_origin(field.type) is Literal and getattr(self, field.name) not in get_args(field.type):
-                choices = ", ".join(get_args(field.type))
-                raise UsageError(
-                    f"{_spelling(field.name)} is {getattr(self, field.name)!r}; it must be one of {choices}"
-                )
-
-    def _check_numbers(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{_spelling(name)} is {value}; it must be at least 1")
-        if self.max_model_len == 1:
-            raise UsageError("--max-model-len is 1; a prompt and an answer need at least 2 tokens")
-        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 1:
-            raise UsageError(f"--kv-memory-fraction is {self.kv_memory_fraction:g}; it must be above 0, at most 1")
-        if not (self.step_timeout_s > 0 and math.isfinite(self.step_timeout_s)):
-            raise UsageError(f"--step-timeout is {self.step_timeout_s:g}; it must be a number of seconds above 0")
-        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
-            raise UsageError(f"--shard is {self.shard[0]}/{self.shard[1]}; in K/N, K counts from 1 to N")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed is {self.seed}; it must fit into 64 bits")
-        if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
-            raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
 
     def _check_files(self) -> None:
         if self.input is None and not self.prompts:
@@ -130,9 +147,7 @@ class RunOptions:
             raise UsageError(f"-i {self.input}: --resume needs an input that can be read again; give -i FILE")
         if self.shard is not None and self.input is None:
             raise UsageError("--shard needs -i FILE: prompts are not dealt out")
-        if self.load_format == "dummy" and self.model is None:
-            raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
-        for name in ("input", "output", "model", "summary"):
+        for name in ("input", "output", "summary"):
             if getattr(self, name) == "":
                 raise UsageError(f"{_spelling(name)} is empty; give a path")
 
