@@ -86,10 +86,10 @@ class Dispatcher:
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Hand on what a group has produced."""
+        self.meter.delivered(outputs)
         for output in outputs:
             if (entry := self._open.get(output.request_id)) is None:
                 continue  # aborted: what was still in flight is dropped
-            self.meter.delivered(output)
             entry.tokens -= len(output.token_ids)
             self._load[entry.group] -= len(output.token_ids)
             if output.finish_reason is not None:

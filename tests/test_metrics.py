@@ -50,19 +50,47 @@ def test_times_of_requests() -> None:
     now[0] = 203.0
     meter.admitted(Request(request_id=1, prompt_ids=(1, 2, 3)))
     now[0] = 204.0
-    meter.delivered(output(1, 0))
+    meter.delivered([output(1, 0)])
     assert meter.first_from_admission.count == 0
     now[0] = 205.0
-    meter.delivered(output(1, 1))
+    meter.delivered([output(1, 1)])
     assert (meter.first_from_submission.max_s, meter.first_from_admission.max_s) == (5.0, 2.0)
     now[0] = 209.0
-    meter.delivered(output(1, 4, ends=True))  # four tokens in four seconds
+    meter.delivered([output(1, 4, ends=True)])  # four tokens in four seconds
     assert (meter.between_tokens.count, meter.between_tokens.max_s, meter.between_tokens.total_s) == (4, 1.0, 4.0)
     now[0] = 300.0
-    meter.delivered(output(1, 1))  # after its end, and of nobody
-    meter.delivered(output(2, 1))
+    meter.delivered([output(1, 1), output(2, 1)])  # after its end, and of nobody
     assert (meter.prompt_tokens, meter.output_tokens) == (3, 5)
     assert meter.between_tokens.count == 4 and meter.first_from_admission.count == 1
+    assert (meter.per_later_token.max_s, meter.whole_request.max_s) == (1.0, 9.0)
+
+
+def test_tokens_of_one_step_share_their_gap() -> None:
+    now = [0.0]
+    meter = ServingMeter(lambda: now[0])
+    for request_id in range(3):
+        meter.admitted(Request(request_id=request_id, prompt_ids=(1,)))
+    for now[0], ids in ((1.0, (0, 1)), (2.0, (0, 1, 2)), (5.0, (0, 2))):
+        meter.delivered([output(request_id, 1) for request_id in ids])
+    assert sorted(meter.between_tokens._buckets.values()) == [2, 2]
+    assert (meter.between_tokens.count, meter.between_tokens.total_s) == (4, 8.0)
+
+
+def test_the_time_of_submission_may_be_told_and_a_start_forgets() -> None:
+    now = [0.0]
+    meter = ServingMeter(lambda: now[0])
+    meter.admitted(Request(request_id=1, prompt_ids=(1,)))
+    meter.delivered([output(1, 1)])
+    now[0] = 10.0
+    meter.start()
+    assert (meter.prompt_tokens, meter.output_tokens, meter.first_from_submission.count) == (0, 0, 0)
+    meter.submitted(Request(request_id=2, prompt_ids=(1,)), 12.0)
+    now[0] = 15.0
+    meter.admitted(Request(request_id=2, prompt_ids=(1,)))
+    now[0] = 16.0
+    meter.delivered([output(1, 1), output(2, 1, ends=True)])
+    assert (meter.first_from_submission.max_s, meter.first_from_admission.max_s) == (4.0, 1.0)
+    assert (meter.whole_request.max_s, meter.per_later_token.count, meter.output_tokens) == (4.0, 0, 1)
 
 
 def test_a_request_that_is_given_up_is_forgotten() -> None:
@@ -70,5 +98,5 @@ def test_a_request_that_is_given_up_is_forgotten() -> None:
     meter.admitted(Request(request_id=1, prompt_ids=(1,)))
     meter.forget(1)
     meter.forget(1)
-    meter.delivered(output(1, 1))
+    meter.delivered([output(1, 1)])
     assert meter.output_tokens == 0

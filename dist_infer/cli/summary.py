@@ -5,15 +5,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from dist_infer.errors import ExitCode, UsageError
-from dist_infer.intake.batch_job import BatchJob
 from dist_infer.intake.record_file import write_atomically
 from dist_infer.metrics import ServingMeter
 
 SCHEMA = 1
 
 _log = logging.getLogger(__name__)
+
+
+class CountedJob(Protocol):
+    """What a frontend has done."""
+
+    num_done: int  # well or badly
+    num_failed: int
 
 
 class RunSummary:
@@ -25,7 +32,7 @@ class RunSummary:
         self._marked_s = clock()
         self._phases: dict[str, float] = {}
         self.meter = ServingMeter(clock)
-        self.job: BatchJob | None = None
+        self.job: CountedJob | None = None
         self.num_resumed = 0
         self.facts: dict[str, object] = {}
         self.reports: list[Mapping[str, object]] = []  # of all ranks, where they came to the end together
@@ -79,6 +86,8 @@ class RunSummary:
                 "first_token_from_submission": meter.first_from_submission.summary(),
                 "first_token_from_admission": meter.first_from_admission.summary(),
                 "between_tokens": meter.between_tokens.summary(),
+                "per_later_token": meter.per_later_token.summary(),
+                "whole_request": meter.whole_request.summary(),
             },
             "ranks": self.reports,
             **self.facts,

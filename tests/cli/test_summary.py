@@ -17,7 +17,7 @@ def test_it_is_written_as_strict_json(tmp_path: Path) -> None:
     summary.meter.start()
     summary.meter.admitted(Request(request_id=0, prompt_ids=(1, 2)))
     now[0] = 3.0
-    summary.meter.delivered(StepOutput(request_id=0, token_ids=(7,)))
+    summary.meter.delivered([StepOutput(request_id=0, token_ids=(7,), finish_reason="stop")])
     now[0] = 6.0
     summary.mark("serve")
     summary.facts = {"model": "m"}
@@ -31,6 +31,8 @@ def test_it_is_written_as_strict_json(tmp_path: Path) -> None:
     assert fields["per_second"] == {"output_tokens": 0.25, "total_tokens": 0.75, "requests": 0.0}
     assert fields["latency_s"]["first_token_from_admission"]["p50"] == pytest.approx(1.0, rel=0.01)
     assert fields["latency_s"]["between_tokens"]["p99"] is None
+    assert fields["latency_s"]["whole_request"]["mean"] == 1.0
+    assert fields["latency_s"]["per_later_token"]["count"] == 0
     assert (fields["model"], fields["ranks"]) == ("m", [{"rank": 0}])
 
 
