@@ -41,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None or launched_size() is not None:
         config.pluginmanager.register(RankWorld(), "rank_world")
     else:
+        from tests.kernels import triton_interpreter  # brings torch, which a rank needs later if at all
+
+        triton_interpreter.switch_on()
         config.pluginmanager.register(RankLauncher(config), "rank_launcher")
         config.pluginmanager.register(SuiteReport(in_ci=os.environ.get("CI") == "true"), "suite_report")
 

@@ -36,12 +36,12 @@ def test_the_life_of_a_request_is_numbered_from_one() -> None:
 
 
 def test_every_test_file_has_its_source() -> None:
-    """tests/<folder>/test_<stem>.py tests <folder>/<stem>.py; files right under tests may also test the whole."""
+    """tests/<folder>/test_<stem>.py tests <folder>/<stem>.py, or <stem>.py beside it; right under tests, perhaps the whole."""
     orphans = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         folder = path.parent.relative_to(ROOT / "tests")
         stem = path.name.removeprefix("test_")
-        places = [ROOT / folder / stem, ROOT / "dist_infer" / folder / stem]
+        places = [ROOT / folder / stem, ROOT / "dist_infer" / folder / stem, path.with_name(stem)]
         if folder != Path() and not any(place.exists() for place in places):
             orphans.append(path.relative_to(ROOT).as_posix())
     assert orphans == []
