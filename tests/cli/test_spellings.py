@@ -1,10 +1,11 @@
 import pytest
 
+from dist_infer.cli.arguments import settings
 from dist_infer.cli.main import main
-from dist_infer.cli.run import settings
+from dist_infer.cli.run import run
 from dist_infer.cli.spellings import _OURS, explain_unknown
 
-KNOWN = [setting.spelling for setting in settings()]
+KNOWN = [setting.spelling for setting in settings(run)]
 
 
 @pytest.mark.parametrize(
