@@ -14,7 +14,7 @@ from dist_infer.kernels import paged_attention as attention_op
 from dist_infer.kernels import rotary as rotary_op
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
-from dist_infer.layers.qk_norm import make_qk_norm
+from dist_infer.layers.qk_norm import HeadNorm, ProjectionNorm, make_qk_norm
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -98,10 +98,21 @@ class Attention:
         Ranks: local, but for a QK norm over the whole projection: collective over tp.
         """
         qkv = self.qkv(hidden).view(len(hidden), self._num_qkv_heads, self._head_dim)
-        if self.qk_norm is not None:
+        if isinstance(self.qk_norm, ProjectionNorm):
             qkv = self.qk_norm(qkv)
+        by_head = self.qk_norm if isinstance(self.qk_norm, HeadNorm) else None
         q = rotary_op.rotary(
-            qkv, step.cos, step.sin, step.slots, kv.k, kv.v, interleaved=self._interleaved, library=self._rotary
+            qkv,
+            step.cos,
+            step.sin,
+            step.slots,
+            kv.k,
+            kv.v,
+            interleaved=self._interleaved,
+            q_weight=by_head.q_weight if by_head else None,
+            k_weight=by_head.k_weight if by_head else None,
+            eps=by_head.eps if by_head else 0.0,
+            library=self._rotary,
         )
         return self.output(step.attend(q, kv.k, kv.v).flatten(1))
 

@@ -10,35 +10,18 @@ from torch import Tensor
 
 from dist_infer.comm.mesh import HeadShard, split_heads
 from dist_infer.config import ModelConfig
-from dist_infer.kernels import rms_norm as head_op
 from dist_infer.kernels import sharded_rms_norm as op
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
 
 class HeadNorm:
-    """Each head on its own, all with one weight: replicated on all ranks."""
+    """Each head on its own, all with one weight, replicated on all ranks. The op that rotates norms before it does."""
 
-    def __init__(self, config: ModelConfig, shard: HeadShard, setup: LayerSetup) -> None:
+    def __init__(self, config: ModelConfig, setup: LayerSetup) -> None:
         self.q_weight = setup.empty(config.head_dim)
         self.k_weight = setup.empty(config.head_dim)
-        self._eps = config.rms_norm_eps
-        self._num_heads, self._num_kv_heads = len(shard.heads), len(shard.kv_heads)
-        self._library = setup.choose("rms_norm", head_op.LIBRARIES, hidden=config.head_dim)
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Queries and keys normed, values as they are.
-
-        Shapes: [T, N + 2 * K, H] -> the same.
-        Ranks: local.
-        """
-        sizes = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
-        q, k, v = qkv.split_with_sizes(sizes, 1)
-        return torch.cat([self._norm(q, self.q_weight), self._norm(k, self.k_weight), v], 1)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[2])
-        return head_op.rms_norm(rows, weight, self._eps, library=self._library)[0].view(x.shape)
+        self.eps = config.rms_norm_eps
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`q_norm` and `k_norm` under `prefix`."""
@@ -101,4 +84,6 @@ def make_qk_norm(config: ModelConfig, shard: HeadShard, setup: LayerSetup) -> He
     """The norm that a model has, None where it has none."""
     if config.qk_norm == "none":
         return None
-    return (HeadNorm if config.qk_norm == "head" else ProjectionNorm)(config, shard, setup)
+    if config.qk_norm == "head":
+        return HeadNorm(config, setup)
+    return ProjectionNorm(config, shard, setup)

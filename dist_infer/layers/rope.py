@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.config import RopeConfig
+from dist_infer.kernels import rotary_angles as op
 from dist_infer.layers.setup import LayerSetup
 
 
@@ -18,8 +19,9 @@ class RotaryAngles:
 
     def __init__(self, config: RopeConfig, head_dim: int, setup: LayerSetup) -> None:
         self._frequencies = frequencies(config, config.rotary_dim or head_dim).to(setup.device)
-        self._factor = config.angle_factor
-        self._dtype = torch.float64 if setup.dtype == torch.float64 else torch.float32
+        self._factor = torch.tensor(config.angle_factor, dtype=torch.float64, device=setup.device)
+        self._dtype = setup.wide_dtype
+        self._library = setup.choose("rotary_angles", op.LIBRARIES, rope_dim=2 * len(self._frequencies))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), times the angle factor, float32 (float64 for a float64 model).
@@ -27,8 +29,7 @@ class RotaryAngles:
         Shapes: positions [T] -> two of [T, R / 2].
         Ranks: local.
         """
-        angles = positions.double()[:, None] * self._frequencies
-        return (angles.cos() * self._factor).to(self._dtype), (angles.sin() * self._factor).to(self._dtype)
+        return op.rotary_angles(positions, self._frequencies, self._factor, dtype=self._dtype, library=self._library)
 
 
 def frequencies(config: RopeConfig, rotary_dim: int) -> Tensor:

@@ -3,18 +3,36 @@
 import torch
 from torch import Tensor
 
+from dist_infer.kernels.reference.rms_norm import rms_norm
+
 
 def rotary(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor, interleaved: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    interleaved: bool,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """See `dist_infer.kernels.rotary.rotary`."""
     num_kv_heads = k_cache.shape[1]
     num_rotated = qkv.shape[1] - num_kv_heads
     num_heads = num_rotated - num_kv_heads
+    if q_weight is not None and k_weight is not None:
+        q, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+        qkv = torch.cat([_norm_heads(q, q_weight, eps), _norm_heads(k, k_weight, eps), v], 1)
     rotated = rotate(qkv[:, :num_rotated], cos, sin, interleaved=interleaved)
     write_rows(k_cache, slots, rotated[:, num_heads:])
     write_rows(v_cache, slots, qkv[:, num_rotated:])
     return rotated[:, :num_heads]
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x.reshape(-1, x.shape[2]), weight, eps, None)[0].view(x.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

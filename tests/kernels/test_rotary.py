@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.reference.rms_norm import rms_norm
 from dist_infer.kernels.rotary import LIBRARIES, RotaryFunction, rotary
-from tests.devices import DEVICES
+from tests.kernels.aot import compile_ahead
+from tests.kernels.library_runs import ALL_DTYPES, library_runs
 from tests.yardstick import check_error, check_rounded_once
 
 NUM_SLOTS = 300
@@ -28,16 +30,14 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@library_runs(LIBRARIES, ALL_DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
-    [(0, 2, 1, 8), (1, 3, 3, 2), (63, 9, 3, 64), (129, 1, 1, 6)],
+    [(0, 2, 1, 8), (1, 3, 3, 2), (9, 9, 3, 64), (129, 1, 1, 6)],
 )
 def test_against_complex_numbers(
-    device: str,
     library: Library[RotaryFunction],
+    device: str,
     dtype: torch.dtype,
     num_tokens: int,
     num_heads: int,
@@ -64,13 +64,13 @@ def test_against_complex_numbers(
     assert all(bool((cache[untouched] == 7).all()) for cache in caches)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@library_runs(LIBRARIES)
 @pytest.mark.parametrize("slots", [[-1, 2, -1, 0], [-1, -1, -1, -1]])
-def test_slot_minus_one_is_written_nowhere(device: str, slots: list[int]) -> None:
+def test_slot_minus_one_is_written_nowhere(library: Library[RotaryFunction], device: str, slots: list[int]) -> None:
     caches = [torch.zeros(4, 1, 2, device=device) for _ in range(2)]
     qkv = torch.arange(1.0, 25.0, device=device).view(4, 3, 2)
     cos, sin = torch.ones(4, 1, device=device), torch.zeros(4, 1, device=device)
-    q = rotary(qkv, cos, sin, torch.tensor(slots, device=device), *caches, library=LIBRARIES[-1])
+    q = rotary(qkv, cos, sin, torch.tensor(slots, device=device), *caches, library=library)
     assert torch.equal(q, qkv[:, :1])
     for part, cache in enumerate(caches, 1):
         expected = torch.zeros(4, 1, 2, device=device)
@@ -80,27 +80,100 @@ def test_slot_minus_one_is_written_nowhere(device: str, slots: list[int]) -> Non
         assert torch.equal(cache, expected)
 
 
+@library_runs(LIBRARIES, [torch.float64, torch.float32])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [2, 6, 12])
-def test_a_part_of_the_channels_in_halves_or_neighbours(rotary_dim: int, interleaved: bool) -> None:
+def test_a_part_of_the_channels_in_halves_or_neighbours(
+    library: Library[RotaryFunction], device: str, dtype: torch.dtype, rotary_dim: int, interleaved: bool
+) -> None:
     """The channels of a pair are the same numbers wherever they stand: sorting them into halves gives the plain op."""
     generator = torch.Generator().manual_seed(rotary_dim)
-    qkv = torch.randn(5, 4, 12, generator=generator, dtype=torch.float64)
-    angles = 100 * torch.rand(5, rotary_dim // 2, generator=generator, dtype=torch.float64)
-    caches = [torch.zeros(9, 1, 12, dtype=torch.float64) for _ in range(2)]
-    slots = torch.tensor([3, 0, 8, -1, 2])
+    qkv = torch.randn(5, 4, 12, generator=generator, dtype=dtype).to(device)
+    angles = 100 * torch.rand(5, rotary_dim // 2, generator=generator, dtype=dtype).to(device)
+    caches = [torch.zeros(9, 1, 12, dtype=dtype, device=device) for _ in range(2)]
+    slots = torch.tensor([3, 0, 8, -1, 2], device=device)
     args = (angles.cos(), angles.sin(), slots, *caches)
-    q = rotary(qkv, *args, interleaved=interleaved, library=LIBRARIES[-1])
+    q = rotary(qkv, *args, interleaved=interleaved, library=library)
     order = torch.arange(rotary_dim)
     if interleaved:
         order = torch.cat([order[::2], order[1::2]])
-    keys = torch.zeros(5, 1, 12, dtype=torch.float64)
+    keys = torch.zeros(5, 1, 12, dtype=dtype, device=device)
     keys[slots >= 0] = caches[0][slots[slots >= 0]]
     for ours, plain in ((q, qkv[:, :2]), (keys[slots >= 0], qkv[:, 2:3][slots >= 0])):
         turned_angles = angles if len(ours) == 5 else angles[slots >= 0]
-        truth = turn(plain[..., order], turned_angles.cos(), turned_angles.sin())
-        torch.testing.assert_close(ours[..., order], truth, rtol=0, atol=1e-12)
+        truth = turn(
+            plain[..., order].double(), *(part.double() for part in (turned_angles.cos(), turned_angles.sin()))
+        )
+        atol = 1e-12 if dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(ours[..., order].double(), truth, rtol=0, atol=atol)
         assert torch.equal(ours[..., rotary_dim:], plain[..., rotary_dim:])
+
+
+@library_runs(LIBRARIES, ALL_DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim"), [(3, 4, 2, 16, 16), (70, 5, 3, 10, 6)]
+)
+def test_heads_are_normed_and_rounded_before_they_turn(
+    library: Library[RotaryFunction],
+    device: str,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+) -> None:
+    """As the norm and the rotation one after the other; values and the slots of others are left alone."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    parts = [num_heads, num_kv_heads, num_kv_heads]
+    qkv = (3 * torch.randn(num_tokens, sum(parts), head_dim, generator=generator)).to(dtype).to(device)
+    weights = [(1 + torch.randn(head_dim, generator=generator)).to(dtype).to(device) for _ in range(2)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = 100 * torch.rand(num_tokens, rotary_dim // 2, generator=generator, dtype=wide).to(device)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
+
+    def run(x: Tensor, library: Library[RotaryFunction], **norm: Any) -> tuple[Tensor, list[Tensor]]:
+        caches = [torch.full((NUM_SLOTS, num_kv_heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2)]
+        return rotary(x, angles.cos(), angles.sin(), slots, *caches, library=library, **norm), caches
+
+    q, caches = run(qkv, library, q_weight=weights[0], k_weight=weights[1], eps=1e-3)
+    plain = torch.split(qkv, parts, 1)
+    normed = [
+        rms_norm(x.reshape(-1, head_dim), weight, 1e-3, None)[0].view(x.shape)
+        for x, weight in zip(plain[:2], weights, strict=True)
+    ]
+    expected_q, expected_caches = run(torch.cat([*normed, plain[2]], 1), LIBRARIES[-1])
+    assert torch.equal(caches[1], expected_caches[1])
+    for ours, expected in ((q, expected_q), (caches[0], expected_caches[0])):
+        if library.name == "torch":
+            assert torch.equal(ours, expected)
+        else:  # a norm that rounds to the other neighbour moves both channels of a pair
+            torch.testing.assert_close(ours, expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+            assert (ours != expected).float().mean() < 0.02 or dtype == torch.float32
+
+
+def test_weights_of_one_kind_only_are_refused() -> None:
+    with pytest.raises(ValueError, match="both or none"):
+        rotary(**good_arguments(), q_weight=torch.ones(6), library=LIBRARIES[-1])
+    with pytest.raises(ValueError, match=r"must be torch.float32 \[6\]"):
+        rotary(**good_arguments(), q_weight=torch.ones(6), k_weight=torch.ones(5), library=LIBRARIES[-1])
+
+
+def test_compiled_ahead_of_time() -> None:
+    """Heads of 128 channels move by 16 bytes, all in registers."""
+    from dist_infer.kernels.triton.rotary import _rotary_kernel
+
+    pointers = ("qkv", "q_weight", "k_weight", "out", "k_cache", "v_cache")
+    signature = dict.fromkeys(pointers, "*bf16") | {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32"}
+    sizes = ("num_tokens", "num_heads", "num_kv_heads")
+    signature |= dict.fromkeys(sizes, "i32")
+    signature |= dict.fromkeys(("token_stride", "angle_stride", "slot_stride"), "i32:16")
+    constexprs = {"HEAD_DIM": 128, "HALF": 64, "INTERLEAVED": False, "HAS_NORM": True, "TOKENS": 1, "HEADS": 8}
+    constexprs |= {"HALF_BLOCK": 64, "REST_BLOCK": 0}
+    compiled = compile_ahead(_rotary_kernel, signature, constexprs, num_warps=2)
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert compiled.spilled_bytes == 0
 
 
 def good_arguments() -> dict[str, Any]:

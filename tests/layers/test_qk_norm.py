@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import split_heads
+from dist_infer.kernels import rotary as rotary_op
 from dist_infer.layers import qk_norm
-from dist_infer.layers.qk_norm import make_qk_norm
+from dist_infer.layers.qk_norm import HeadNorm, make_qk_norm
 from tests.fake_collectives import run_group
 from tests.layers.setups import CONFIG, close, fill, random, setup_of
 
@@ -20,6 +21,24 @@ Q, KEY, VALUE = random(5, N, H, seed=1), random(5, K, H, seed=2), random(5, K, H
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps) * weight
+
+
+def normed_by_rotary(layer: HeadNorm, qkv: Tensor, num_kv_heads: int) -> Tensor:
+    """All turned by an angle of zero; keys and values read back from the caches."""
+    caches = [torch.zeros(len(qkv), num_kv_heads, H, dtype=qkv.dtype) for _ in range(2)]
+    cos, sin = torch.ones(len(qkv), H // 2, dtype=qkv.dtype), torch.zeros(len(qkv), H // 2, dtype=qkv.dtype)
+    q = rotary_op.rotary(
+        qkv,
+        cos,
+        sin,
+        torch.arange(len(qkv)),
+        *caches,
+        q_weight=layer.q_weight,
+        k_weight=layer.k_weight,
+        eps=layer.eps,
+        library=rotary_op.LIBRARIES[-1],
+    )
+    return torch.cat([q, *caches], 1)
 
 
 def run(kind: Literal["head", "projection"], size: int) -> list[tuple[range, range, Tensor]]:
@@ -32,8 +51,9 @@ def run(kind: Literal["head", "projection"], size: int) -> list[tuple[range, ran
         layer = make_qk_norm(config, shard, setup_of(tp))
         assert layer is not None
         fill(layer.weight_slots("a."), tensors)
-        own = (Q[:, shard.heads], KEY[:, shard.kv_heads], VALUE[:, shard.kv_heads])
-        return shard.heads, shard.kv_heads, layer(torch.cat(own, 1))
+        qkv = torch.cat((Q[:, shard.heads], KEY[:, shard.kv_heads], VALUE[:, shard.kv_heads]), 1)
+        out = normed_by_rotary(layer, qkv, len(shard.kv_heads)) if isinstance(layer, HeadNorm) else layer(qkv)
+        return shard.heads, shard.kv_heads, out
 
     return run_group(size, main)
 
