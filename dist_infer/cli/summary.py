@@ -24,10 +24,13 @@ class CountedJob(Protocol):
 
 
 class RunSummary:
-    """Collects while the job runs; `write` says how it ended. Without a path it only collects."""
+    """Collects while the job runs; `write` says how it ended. Without a path, or on another rank, it only collects."""
 
-    def __init__(self, path: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._path = Path(path) if path is not None else None
+    def __init__(
+        self, path: str | None, clock: Callable[[], float] = time.perf_counter, *, writes: bool = True
+    ) -> None:
+        self.wanted = path is not None
+        self._path = Path(path) if path is not None and writes else None
         self._clock = clock
         self._marked_s = clock()
         self._phases: dict[str, float] = {}
@@ -54,6 +57,18 @@ class RunSummary:
         now = self._clock()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._marked_s
         self._marked_s = now
+
+    def told(self, serve: Callable[[], int]) -> int:
+        """The exit code of `serve`, written down with all else; so is its error, which goes on."""
+        try:
+            code = serve()
+            self.mark("serve")
+            self.write(code)
+        except BaseException as error:
+            self.mark("serve" if self.job is not None else "until the failure")
+            self.write(int(getattr(error, "exit_code", ExitCode.ERROR)), f"{type(error).__name__}: {error}")
+            raise
+        return code
 
     def write(self, exit_code: int, error: str | None = None) -> None:
         """Write the file, whole or not at all; a disk that doesn't take it is logged, the job has ended anyway."""

@@ -10,19 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from dist_infer.cli.job import _agree_on_seed, _gather_reports
-from dist_infer.cli.options import RunOptions
-from dist_infer.cli.summary import RunSummary
-from dist_infer.errors import DistInferError, ExitCode
-from dist_infer.intake.job_files import FileOptions, JobFiles
+from dist_infer.errors import ExitCode
 from dist_infer.launch import mpirun
-from dist_infer.launch.world import World
 from tests.tiny_models import make_tiny_llama
 
 PROGRAM = [sys.executable, "-P", "-m", "dist_infer", "run"]
@@ -272,33 +266,3 @@ def test_without_a_launcher_it_is_a_world_of_one(model: Path, folder: Path) -> N
     assert finished.returncode == ExitCode.DONE, finished.stderr
     (record,) = [json.loads(line) for line in finished.stdout.splitlines()]
     assert record["response"]["body"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-
-
-@pytest.mark.ranks(2)
-def test_ranks_with_other_options_are_named(world: World) -> None:
-    """Each rank has read its command line, and maybe a file, itself."""
-    prompts = RunOptions(prompts=("x",), seed=4)
-    files = JobFiles.open(FileOptions(prompts=["x"], seed=4)) if world.rank == 0 else None
-    assert _agree_on_seed(prompts, world, files) == 4
-    other = replace(prompts, max_num_seqs=65 if world.rank else 64)
-    with pytest.raises(DistInferError, match="rank 1 on host .* has other options than rank 0"):
-        _agree_on_seed(other, world, files)
-
-
-def test_a_rank_that_cannot_report_still_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it in the exchange before the farewell."""
-
-    class Voters:
-        errors: ClassVar[list[BaseException | None]] = []
-
-        def vote(self, stage: str, error: BaseException | None, report: dict[str, object]) -> list[dict[str, object]]:
-            self.errors.append(error)
-            return [report]
-
-    def fail(*_: object) -> dict[str, object]:
-        raise RuntimeError("no counters")
-
-    monkeypatch.setattr("dist_infer.cli.job._describe_rank", fail)
-    options = RunOptions(prompts=("x",), summary="out.json")
-    _gather_reports(options, Voters(), None, RunSummary(None))  # type: ignore[arg-type]
-    assert str(Voters.errors[0]) == "no counters"

@@ -70,3 +70,25 @@ def test_a_disk_that_does_not_take_it_is_logged(tmp_path: Path, caplog: pytest.L
         logging.getLogger("dist_infer").propagate = True
         summary.write(0)
     assert "can't write the summary" in caplog.text
+
+
+def test_it_tells_what_is_served_around(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    summary = RunSummary(str(path))
+    assert summary.told(lambda: 3) == 3
+    assert json.loads(path.read_text())["outcome"] == "done with failed requests"
+
+    def fail() -> int:
+        raise UsageError("no room")
+
+    with pytest.raises(UsageError):
+        summary.told(fail)
+    fields = json.loads(path.read_text())
+    assert (fields["outcome"], fields["error"], fields["exit_code"]) == ("failed", "UsageError: no room", 2)
+    assert "until the failure" in fields["seconds"]
+
+
+def test_other_ranks_write_nothing_but_know_that_it_is_wanted(tmp_path: Path) -> None:
+    summary = RunSummary(str(tmp_path / "s.json"), writes=False)
+    assert summary.wanted and summary.told(lambda: 0) == 0
+    assert list(tmp_path.iterdir()) == []
