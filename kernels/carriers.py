@@ -43,6 +43,9 @@ class RoutingMethod:
 
     With `num_groups` > 1 the experts form equal contiguous groups, and only those of the `num_kept_groups` best ones
     can be chosen; `group_score` tells how good a group is: its best expert, or the sum of its two best.
+
+    `uniform` is for benchmarks of models with dummy weights, whose routers send all tokens to few experts: the choice
+    is by noise that depends on row and expert alone, so that experts are chosen evenly; weights are the scores still.
     """
 
     scoring: Literal["softmax", "sigmoid"]
@@ -53,6 +56,7 @@ class RoutingMethod:
     num_groups: int = 1
     num_kept_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
+    uniform: bool = False
 
     def check(self, num_experts: int) -> None:
         """Errors: ValueError with the numbers that don't fit."""

@@ -15,12 +15,28 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import RoutingMethod
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
 from dist_infer.kernels.reference.moe_route import moe_route as reference_moe_route
 
 MoeRouteFunction: TypeAlias = Callable[[Tensor, Tensor | None, RoutingMethod, Tensor | None], tuple[Tensor, Tensor]]
 
-LIBRARIES: tuple[Library[MoeRouteFunction], ...] = (Library(name="torch", function=reference_moe_route),)
+_MAX_UNROLLED = 32  # choices that the Triton kernel makes one after another
+
+
+def _triton_takes(target: Target) -> str | None:
+    top_k = target.geometry.get("top_k", 1)
+    return on_triton(target) or (f"chooses {top_k} experts, above {_MAX_UNROLLED}" if top_k > _MAX_UNROLLED else None)
+
+
+LIBRARIES: tuple[Library[MoeRouteFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.moe_route", "moe_route"),
+        is_available=_triton_takes,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_moe_route),
+)
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -49,6 +49,7 @@ class Router:
             num_groups=moe.num_groups,
             num_kept_groups=moe.num_kept_groups,
             group_score=moe.group_score,
+            uniform=setup.uniform_routing,
         )
         self._linear = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=moe.num_experts)
         self._route = setup.choose("moe_route", route_op.LIBRARIES, experts=moe.num_experts, top_k=moe.top_k)

@@ -23,7 +23,8 @@ class LayerSetup:
 
     `mesh` and `world` are all ranks, over which experts are dealt; without them the group is all there is. A MoE layer
     takes `max_moe_tokens` rows of all ranks at a time, None: all of a step. `kernel_orders` holds an order for an op by
-    its name (see kernels/dispatch); `on_choice` gets one line for each choice made.
+    its name (see kernels/dispatch); `on_choice` gets one line for each choice made. `uniform_routing` is for benchmarks
+    with dummy weights: routers do their work, but the experts of a row are drawn evenly.
     """
 
     tp: Collectives
@@ -34,6 +35,7 @@ class LayerSetup:
     mesh: Mesh | None = None
     world: Collectives | None = None
     max_moe_tokens: int | None = None
+    uniform_routing: bool = False
 
     @property
     def expert_mesh(self) -> Mesh:

@@ -13,6 +13,8 @@ def moe_route(
     """See `dist_infer.kernels.moe_route.moe_route`."""
     scores = logits.softmax(1) if method.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
+    if method.uniform:
+        choice = _noise(logits)
     if method.num_kept_groups < method.num_groups:
         choice = _only_best_groups(choice, method)
     ids = top_k(choice, method.top_k)[1]
@@ -24,6 +26,15 @@ def moe_route(
         return ids, weights
     padding = (torch.arange(len(ids), device=ids.device) >= num_real)[:, None]
     return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
+
+
+def _noise(logits: Tensor) -> Tensor:
+    """Numbers in [0, 1) by a 32-bit hash of row and expert, in the shape and dtype of the logits."""
+    row, expert = (torch.arange(size, device=logits.device) for size in logits.shape)
+    x = (row[:, None] * 0x9E3779B1 + expert * 0x85EBCA6B) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) >> 8).to(logits.dtype) / 2**24
 
 
 def _only_best_groups(choice: Tensor, method: RoutingMethod) -> Tensor:

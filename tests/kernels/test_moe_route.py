@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.moe_route import LIBRARIES, MoeRouteFunction, moe_route
-from tests.devices import DEVICES
+from tests.kernels.aot import compile_ahead
+from tests.kernels.triton_interpreter import TRITON_DEVICES
 
 METHODS = {
     "deepseek v3": RoutingMethod(
@@ -31,6 +33,20 @@ METHODS = {
     "all experts": RoutingMethod(scoring="softmax", top_k=32, renormalise=True),
 }
 NUM_EXPERTS = 32
+TRITON, TORCH = LIBRARIES
+RUNS = [
+    *(
+        pytest.param(TRITON, *device.values, marks=device.marks, id=f"triton-{device.values[0]}")
+        for device in TRITON_DEVICES
+    ),
+    pytest.param(TORCH, "cpu", id="torch-cpu"),
+    pytest.param(TORCH, "cuda", marks=pytest.mark.gpu, id="torch-cuda"),
+]
+
+
+def interpreted(library: Library[MoeRouteFunction], device: str) -> bool:
+    """Then a token takes milliseconds for each expert that it chooses."""
+    return library is TRITON and device == "cpu"
 
 
 def chosen(choice: list[float], method: RoutingMethod) -> list[int]:
@@ -57,19 +73,22 @@ def weights_of(logits: Tensor, ids: Tensor, method: RoutingMethod) -> Tensor:
     return weights * method.scaling_factor
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("library", "device"), RUNS)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_experts", [NUM_EXPERTS, 5 * NUM_EXPERTS])
 def test_against_sorting(
-    device: str, library: Library[MoeRouteFunction], dtype: torch.dtype, name: str, with_bias: bool
+    device: str, library: Library[MoeRouteFunction], name: str, with_bias: bool, num_experts: int
 ) -> None:
+    dtype = torch.float32 if library is TRITON or name == "mixtral" else torch.float64
     method = METHODS[name]
+    if interpreted(library, device) and method.top_k > 8:
+        method = replace(method, top_k=5)
     generator = torch.Generator().manual_seed(len(name))
-    bias = torch.randn(NUM_EXPERTS, generator=generator, dtype=dtype).to(device) if with_bias else None
-    for num_tokens in (0, 1, 63):
-        logits = (2 * torch.randn(num_tokens, NUM_EXPERTS, generator=generator, dtype=dtype)).to(device)
+    bias = torch.randn(num_experts, generator=generator, dtype=dtype).to(device) if with_bias else None
+    for num_tokens in (0, 2) if interpreted(library, device) else (0, 1, 15):
+        logits = (2 * torch.randn(num_tokens, num_experts, generator=generator, dtype=dtype)).to(device)
+        logits = (64 * logits).round() / 64  # two scores are equal or clearly apart
         logits[1::2] = logits[1::2].round()  # ties
         ids, weights = moe_route(logits, bias, method, library=library)
         assert (ids.dtype, weights.dtype) == (torch.int32, dtype)
@@ -138,19 +157,60 @@ def test_nan_rows_still_give_different_experts(name: str) -> None:
         assert torch.equal(ids[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("library", "device"), RUNS)
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_is_routed_nowhere(device: str, library: Library[MoeRouteFunction], name: str) -> None:
-    logits = torch.randn(7, NUM_EXPERTS, device=device)
-    logits[5:] = math.nan
-    clean = moe_route(logits, None, METHODS[name], library=library)
-    for num_real in (0, 1, 5, 7):
+    method = replace(METHODS[name], top_k=2) if interpreted(library, device) else METHODS[name]
+    logits = torch.randn(3, NUM_EXPERTS, device=device)
+    logits[2:] = math.nan
+    clean = moe_route(logits, None, method, library=library)
+    for num_real in (0, 1, 3):
         count = torch.tensor([num_real], dtype=torch.int32, device=device)
-        ids, weights = moe_route(logits, None, METHODS[name], count, library=library)
+        ids, weights = moe_route(logits, None, method, count, library=library)
         assert torch.equal(ids[:num_real], clean[0][:num_real])
         torch.testing.assert_close(weights[:num_real], clean[1][:num_real], rtol=0, atol=0, equal_nan=True)
         assert (ids[num_real:] == -1).all() and (weights[num_real:] == 0).all()
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("name", METHODS)
+def test_triton_chooses_as_torch_does(device: str, name: str) -> None:
+    """What is odd: NaN, infinities, scores that are equal by saturation, a uniform choice."""
+    logits = (64 * torch.randn(7, NUM_EXPERTS, device=device)).round() / 64
+    logits[0] = math.nan
+    logits[1, ::2] = math.nan
+    logits[2] = 0
+    logits[3, 3], logits[4, 7] = math.inf, -math.inf
+    logits[5] *= 100
+    plain = replace(METHODS[name], top_k=5) if interpreted(TRITON, device) else METHODS[name]
+    for method in (plain, replace(plain, uniform=True)):
+        ids, weights = moe_route(logits, None, method, library=TRITON)
+        expected_ids, expected_weights = moe_route(logits, None, method, library=TORCH)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_uniform_choice_loads_all_experts_alike(name: str) -> None:
+    method = replace(METHODS[name], uniform=True)
+    logits = torch.zeros(4096, NUM_EXPERTS)
+    logits[:, 3] = 9
+    ids, _ = moe_route(logits, None, method, library=TORCH)
+    share = ids.flatten().long().bincount(minlength=NUM_EXPERTS) / (len(ids) * method.top_k / NUM_EXPERTS)
+    assert share.min() > 0.85 and share.max() < 1.15
+    assert all(len(set(row)) == method.top_k for row in ids[:64].tolist())
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    types = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | dict.fromkeys(("num_real", "ids"), "*i32")
+    types |= {"row_stride": "i32:16", "epsilon": "fp32", "scaling": "fp32"}
+    method = {"HAS_BIAS": True, "HAS_PADDING": True, "SOFTMAX": False, "RENORMALISE": True, "UNIFORM": False}
+    groups = {"GROUPS": 8, "GROUP_LEN": 32, "GROUP_BLOCK": 8, "EXPERT_BLOCK": 32, "KEPT": 4, "BEST_TWO": True}
+    sizes = {"TOP_K": 8, "K_BLOCK": 8, "expert_stride": 1}
+    kernel = import_module("dist_infer.kernels.triton.moe_route")._route_kernel
+    made = compile_ahead(kernel, types, {**method, **groups, **sizes}, num_warps=1)
+    assert made.spilled_bytes == 0
+    assert "ld.global.v4" in made.asm["ptx"]
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:

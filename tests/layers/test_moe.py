@@ -101,6 +101,20 @@ def test_the_bias_changes_the_choice() -> None:
     assert not torch.equal(with_bias.sort(1).values, without.sort(1).values)
 
 
+def test_uniform_routing_spreads_equal_rows_over_all_experts() -> None:
+    def main(tp: Collectives) -> list[set[int]]:
+        chosen = []
+        for uniform in (False, True):
+            router = Router(D, MOE, replace(setup_of(tp), uniform_routing=uniform))
+            fill(router.weight_slots("m.", NAMES), TENSORS)
+            chosen.append(set(router(torch.ones(64, D, dtype=torch.float64))[0].flatten().tolist()))
+        return chosen
+
+    ((plain, uniform),) = run_group(1, main)
+    assert len(plain) == 2
+    assert uniform == set(range(E))
+
+
 def test_a_router_is_never_narrower_than_float32() -> None:
     def main(tp: Collectives) -> list[torch.dtype]:
         router = Router(D, MOE, setup_of(tp, torch.bfloat16))
