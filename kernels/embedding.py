@@ -6,12 +6,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.embedding import embedding as reference_embedding
 
 EmbeddingFunction: TypeAlias = Callable[[Tensor, Tensor, int], Tensor]
 
-LIBRARIES: tuple[Library[EmbeddingFunction], ...] = (Library(name="torch", function=reference_embedding),)
+LIBRARIES: tuple[Library[EmbeddingFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.embedding", "embedding"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_embedding),
+)
 
 
 def embedding(token_ids: Tensor, weight: Tensor, first_id: int, *, library: Library[EmbeddingFunction]) -> Tensor:

@@ -5,12 +5,20 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.rms_norm import rms_norm as reference_rms_norm
 
 RmsNormFunction: TypeAlias = Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
 
-LIBRARIES: tuple[Library[RmsNormFunction], ...] = (Library(name="torch", function=reference_rms_norm),)
+LIBRARIES: tuple[Library[RmsNormFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.rms_norm", "rms_norm"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_rms_norm),
+)
 
 
 def rms_norm(

@@ -9,15 +9,31 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.sharded_rms_norm import scale_rows as reference_scale_rows
 from dist_infer.kernels.reference.sharded_rms_norm import square_sum as reference_square_sum
 
 SquareSumFunction: TypeAlias = Callable[[Tensor], Tensor]
 ScaleRowsFunction: TypeAlias = Callable[[Tensor, Tensor, int, Tensor, float], Tensor]
 
-SQUARE_SUM_LIBRARIES: tuple[Library[SquareSumFunction], ...] = (Library(name="torch", function=reference_square_sum),)
-SCALE_ROWS_LIBRARIES: tuple[Library[ScaleRowsFunction], ...] = (Library(name="torch", function=reference_scale_rows),)
+SQUARE_SUM_LIBRARIES: tuple[Library[SquareSumFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.sharded_rms_norm", "square_sum"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_square_sum),
+)
+SCALE_ROWS_LIBRARIES: tuple[Library[ScaleRowsFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.sharded_rms_norm", "scale_rows"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_scale_rows),
+)
 
 
 def square_sum(x: Tensor, *, library: Library[SquareSumFunction]) -> Tensor:

@@ -5,12 +5,20 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.silu_mul import silu_mul as reference_silu_mul
 
 SiluMulFunction: TypeAlias = Callable[[Tensor], Tensor]
 
-LIBRARIES: tuple[Library[SiluMulFunction], ...] = (Library(name="torch", function=reference_silu_mul),)
+LIBRARIES: tuple[Library[SiluMulFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.silu_mul", "silu_mul"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_silu_mul),
+)
 
 
 def silu_mul(gate_up: Tensor, *, library: Library[SiluMulFunction]) -> Tensor:

@@ -36,7 +36,7 @@ def test_the_life_of_a_request_is_numbered_from_one() -> None:
 
 
 def test_every_test_file_has_its_source() -> None:
-    """tests/<folder>/test_<stem>.py tests <folder>/<stem>.py, or <stem>.py beside it; right under tests, perhaps the whole."""
+    """tests/<folder>/test_<stem>.py tests <folder>/<stem>.py, or a file beside it; right under tests, perhaps all."""
     orphans = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         folder = path.parent.relative_to(ROOT / "tests")

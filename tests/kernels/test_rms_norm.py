@@ -6,7 +6,9 @@ from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.rms_norm import LIBRARIES, RmsNormFunction, rms_norm
-from tests.devices import DEVICES
+from dist_infer.kernels.triton.rms_norm import _rms_norm, tile_of
+from tests.kernels.aot import compile_ahead
+from tests.kernels.library_cases import library_cases
 from tests.yardstick import check_error, check_rounded_once
 
 EPS = 1e-5
@@ -18,9 +20,7 @@ def formula(total: Tensor, weight: Tensor) -> Tensor:
     return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(0, 63), (1, 1), (63, 129), (129, 63), (3, 576)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_against_the_formula(
@@ -41,6 +41,42 @@ def test_against_the_formula(
     yardstick = torch.nn.functional.rms_norm(expected_total, (hidden,), weight, EPS)
     check_error(normed, truth, yardstick)
     check_rounded_once(normed, truth)
+
+
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
+def test_a_row_gets_the_same_bytes_wherever_it_lies(
+    device: str, library: Library[RmsNormFunction], dtype: torch.dtype
+) -> None:
+    """Alone or among others, in a wider matrix or off a 16-byte boundary."""
+    generator = torch.Generator().manual_seed(0)
+    wide, residual = (torch.randn(5, 200, generator=generator).to(dtype).to(device) for _ in range(2))
+    weight = torch.randn(96, generator=generator).to(dtype).to(device)
+    for first in (0, 16, 33):
+        x, added = wide[:, first : first + 96], residual[:, first : first + 96]
+        together = rms_norm(x, weight, EPS, added, library=library)
+        for row in range(5):
+            alone = rms_norm(x[row : row + 1].contiguous(), weight, EPS, added[row : row + 1], library=library)
+            assert torch.equal(alone[0][0], together[0][row]) and torch.equal(alone[1][0], together[1][row])
+
+
+@pytest.mark.gpu
+def test_many_rows_get_the_bytes_of_few() -> None:
+    """Programs that take several rows add in the order of those that take one."""
+    x, residual = (torch.randn(5000, 4096, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(4096, device="cuda").bfloat16()
+    many, few = (rms_norm(x[:rows], weight, EPS, residual[:rows], library=LIBRARIES[0]) for rows in (len(x), 7))
+    assert torch.equal(many[0][:7], few[0]) and torch.equal(many[1][:7], few[1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("hidden", "rows"), [(4096, 1), (7168, 2)])
+def test_ahead_of_time_loads_are_wide(dtype: str, hidden: int, rows: int) -> None:
+    tile, num_warps = tile_of(hidden)
+    types = dict.fromkeys(("x", "residual", "weight", "normed", "total"), f"*{dtype}")
+    types |= {"num_tokens": "i32", "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
+    made = compile_ahead(_rms_norm, types, {"HIDDEN": hidden, "TILE": tile, "ROWS": rows}, num_warps=num_warps)
+    assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
+    assert "ld.global.b" not in made.asm["ptx"] and made.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

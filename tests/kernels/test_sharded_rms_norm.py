@@ -3,23 +3,32 @@
 import pytest
 import torch
 
-from dist_infer.kernels.sharded_rms_norm import SCALE_ROWS_LIBRARIES, SQUARE_SUM_LIBRARIES, scale_rows, square_sum
-from tests.devices import DEVICES
+from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.sharded_rms_norm import (
+    SCALE_ROWS_LIBRARIES,
+    SQUARE_SUM_LIBRARIES,
+    SquareSumFunction,
+    scale_rows,
+    square_sum,
+)
+from tests.kernels.library_cases import library_cases
 from tests.yardstick import check_error
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(SQUARE_SUM_LIBRARIES))
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 129])
-def test_parts_give_the_whole_norm(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_parts_give_the_whole_norm(
+    library: Library[SquareSumFunction], device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    scaling = next(own for own in SCALE_ROWS_LIBRARIES if own.name == library.name)
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 70, generator=generator, dtype=torch.float64).to(dtype).to(device)
     weight = (0.5 + torch.rand(70, generator=generator, dtype=torch.float64)).to(dtype).to(device)
     parts = [slice(0, 33), slice(33, 33), slice(33, 70)]
-    sums = [square_sum(x[:, part], library=SQUARE_SUM_LIBRARIES[-1]) for part in parts]
+    sums = [square_sum(x[:, part], library=library) for part in parts]
     total = torch.stack(sums).sum(0)
     assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    scaled = [scale_rows(x[:, part], total, 70, weight[part], 1e-5, library=SCALE_ROWS_LIBRARIES[-1]) for part in parts]
+    scaled = [scale_rows(x[:, part], total, 70, weight[part], 1e-5, library=scaling) for part in parts]
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.to(x.dtype)

@@ -5,13 +5,13 @@ import torch
 
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.silu_mul import LIBRARIES, SiluMulFunction, silu_mul
-from tests.devices import DEVICES
+from dist_infer.kernels.triton.silu_mul import _silu_mul
+from tests.kernels.aot import compile_ahead
+from tests.kernels.library_cases import library_cases
 from tests.yardstick import check_error, check_rounded_once
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 63), (1, 1), (63, 129), (129, 0)])
 def test_against_the_formula(
     device: str, library: Library[SiluMulFunction], dtype: torch.dtype, num_tokens: int, width: int
@@ -25,6 +25,13 @@ def test_against_the_formula(
     truth = gate / (1 + (-gate).exp()) * up
     check_error(out, truth, yardstick)
     check_rounded_once(out, truth)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_ahead_of_time_loads_are_wide(dtype: str) -> None:
+    types = {"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32:16", "num_channels": "i32:16"}
+    made = compile_ahead(_silu_mul, types, {"BLOCK": 1024}, num_warps=4)
+    assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
 
 
 def test_large_gates_neither_overflow_nor_vanish() -> None:

@@ -1,7 +1,8 @@
 """Triton's interpreter, made to agree with a GPU: Triton kernels run on CPU tensors.
 
 As it comes (3.6 to 3.9), it computes on the bit patterns of bfloat16, truncates casts to it, gets casts to float8 and
-its NaN wrong, and knows neither inline assembly nor programmatic dependent launch. `switch_on` repairs these. What is
+its NaN wrong, takes scalar comparisons for integers, and knows neither inline assembly nor programmatic dependent
+launch. `switch_on` repairs these. What is
 left: programs run one after another, so one that waits for another hangs; a custom combine function of tl.reduce takes
 a Python call an element; of equal maxima tl.argmax gives the first, always.
 
@@ -50,8 +51,9 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
-# What an instruction computes, rounded correctly: hardware's approximations differ in the last bits.
-INLINE_ASM: dict[str, Callable[..., Array]] = {
+# What a snippet computes, by its first word or its whole text: an array, or a tuple of them for several results. All
+# rounded correctly, where hardware's approximations differ in the last bits.
+INLINE_ASM: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "rcp.approx.ftz.f32": lambda x: np.float32(1) / _flushed(x),
     "ex2.approx.ftz.f32": lambda x: np.exp2(_flushed(x)),
     "lg2.approx.ftz.f32": lambda x: np.log2(_flushed(x)),
@@ -113,7 +115,8 @@ def _install() -> None:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if op in bitwise or not is_bf16(lhs, rhs):
-            return plain["binary_op"](self, lhs, rhs, op)
+            result = plain["binary_op"](self, lhs, rhs, op)
+            return handle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
         result = op(widened(lhs).data, widened(rhs).data)
         return handle(result, tl.int1) if result.dtype == np.bool_ else narrowed(result, lhs.dtype)
 
@@ -141,12 +144,18 @@ def _install() -> None:
         return narrowed(plain["create_clampf"](self, widened(x), widened(low), widened(high), nan).data, x.dtype)
 
     def create_inline_asm(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
-        mnemonic = asm.split()[0]
-        if mnemonic not in INLINE_ASM or len(types) != 1:
+        stand_in = INLINE_ASM.get(asm) or INLINE_ASM.get(asm.split()[0])
+        if stand_in is None:
             raise NotImplementedError(f"no stand-in for the inline assembly {asm!r}: add it to INLINE_ASM")
         with np.errstate(all="ignore"):
-            result = INLINE_ASM[mnemonic](*(value.data for value in values))
-        return _AsmCall(handle(np.asarray(result, interpreter._get_np_dtype(types[0])), types[0].scalar))
+            results = stand_in(*(value.data for value in values))
+        listed = results if isinstance(results, tuple) else (results,)
+        return _AsmCall(
+            [
+                handle(np.asarray(result, interpreter._get_np_dtype(kind)), kind.scalar)
+                for result, kind in zip(listed, types, strict=True)
+            ]
+        )
 
     def apply_impl(self: Any, tensors: Any) -> Any:
         """Reductions and scans of bfloat16 in float32, rounded at the end."""
@@ -180,13 +189,13 @@ def _install() -> None:
 
 
 class _AsmCall:
-    """What Triton's builder returns for inline assembly: an operation with one result."""
+    """What Triton's builder returns for inline assembly: an operation and its results."""
 
-    def __init__(self, result: Any) -> None:
-        self._result = result
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
 
-    def get_result(self, _: int) -> Any:
-        return self._result
+    def get_result(self, idx: int) -> Any:
+        return self._results[idx]
 
 
 def _with_scalar(tl: Any, shaped: Any, scalar: Any) -> Any:

@@ -1,0 +1,94 @@
+"""RMSNorm in Triton; the contract stands in kernels/rms_norm.py.
+
+A row is one tile, so its sum of squares is added in an order that the tile and its layout settle, and these depend on
+the width and the dtype alone: not on how many rows there are, where they lie or which program takes them. Whoever
+fuses this norm into another kernel and promises the same bytes takes `tile_of`, `row_scale` and 16-byte loads too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FEW_TOKENS = 1024  # up to here a program takes one row: more programs, less to wait for
+_MANY_ROWS = 2
+
+
+@triton.jit
+def row_scale(values, eps, HIDDEN: tl.constexpr):
+    """1 / sqrt(mean of squares + eps), rounded correctly, of a float32 tile that is zero beyond HIDDEN."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, 0) / HIDDEN + eps))
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    num_tokens,
+    x_stride,
+    residual_stride,
+    eps,
+    HIDDEN: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    columns = tl.arange(0, TILE)
+    inside = columns < HIDDEN
+    gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for idx in tl.static_range(ROWS):
+        row = first + idx
+        kept = inside & (row < num_tokens)
+        values = tl.load(x + row * x_stride + columns, mask=kept, other=0)
+        if residual is not None:
+            added = tl.load(residual + row * residual_stride + columns, mask=kept, other=0)
+            values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
+            tl.store(total + row * HIDDEN + columns, values, mask=kept)
+        values = values.to(tl.float32)
+        result = values * row_scale(values, eps, HIDDEN) * gains
+        tl.store(normed + row * HIDDEN + columns, result.to(normed.dtype.element_ty), mask=kept)
+
+
+def tile_of(hidden: int) -> tuple[int, int]:
+    """Columns of the tile that holds a row, and warps that share it: up to sixteen values a thread."""
+    tile = triton.next_power_of_2(hidden)
+    return tile, min(16, max(1, tile // 512))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `dist_infer.kernels.rms_norm.rms_norm`."""
+    num_tokens, hidden = x.shape
+    normed = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    x, residual = aligned_rows(x), None if residual is None else aligned_rows(residual)
+    if num_tokens == 0:
+        return normed, total
+    tile, num_warps = tile_of(hidden)
+    rows = 1 if num_tokens <= _FEW_TOKENS else _MANY_ROWS
+    _rms_norm[(triton.cdiv(num_tokens, rows),)](
+        x,
+        residual,
+        weight,
+        normed,
+        total,
+        num_tokens,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        HIDDEN=hidden,
+        TILE=tile,
+        ROWS=rows,
+        num_warps=num_warps,
+    )
+    return normed, total
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy where its rows lie such that the compiler would choose narrower loads than for other rows."""
+    in_line = x.stride(0) == x.shape[1] or (x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0)
+    if x.stride(1) == 1 and in_line and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,35 @@
+"""The gated activation in Triton; the contract stands in kernels/silu_mul.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x) in float32."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_mul(gate_up, out, row_stride, num_channels, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < num_channels
+    gate = tl.load(gate_up + row * row_stride + channel, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + num_channels + channel, mask=inside).to(tl.float32)
+    tl.store(out + row * num_channels + channel, (silu(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `dist_infer.kernels.silu_mul.silu_mul`."""
+    num_tokens, num_channels = gate_up.shape[0], gate_up.shape[1] // 2
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    out = torch.empty((num_tokens, num_channels), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        grid = (num_tokens, triton.cdiv(num_channels, _BLOCK))
+        _silu_mul[grid](gate_up, out, gate_up.stride(0), num_channels, BLOCK=_BLOCK, num_warps=4)
+    return out
