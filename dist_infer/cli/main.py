@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_infer import __version__
+from dist_infer.cli.bench import bench
 from dist_infer.cli.doctor import doctor
 from dist_infer.cli.environment import read_launcher
 from dist_infer.cli.run import run
@@ -42,6 +43,7 @@ def _root(
 
 
 app.command()(run)
+app.command()(bench)
 app.command()(doctor)
 
 

@@ -3,40 +3,51 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-# Written with dashes; underscores read the same. Source: the command lines of vLLM and of trtllm-bench.
-_OURS: Mapping[str, str] = MappingProxyType(
+# Written with dashes; underscores read the same. Where a name has several of ours, a command has one of them.
+# Source: the command lines of vLLM and of trtllm-bench.
+_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "-tp": "--tp",
-        "-dp": "--dp",
-        "-ep": "--ep",
-        "--tensor-parallel-size": "--tp",
-        "--tp-size": "--tp",
-        "--data-parallel-size": "--dp",
-        "--dp-size": "--dp",
-        "--enable-expert-parallel": "--ep",
-        "--expert-parallel-size": "--ep",
-        "--ep-size": "--ep",
-        "--max-batch-size": "--max-num-seqs",
-        "--max-num-batched-tokens": "--max-num-tokens",
-        "--max-seq-len": "--max-model-len",
-        "--max-input-len": "--max-model-len",
-        "--concurrency": "--max-inflight",
-        "--max-concurrency": "--max-inflight",
-        "--gpu-memory-utilization": "--kv-memory-fraction",
-        "--kv-cache-free-gpu-mem-fraction": "--kv-memory-fraction",
-        "--num-gpu-blocks-override": "--num-kv-blocks",
-        "--tokens-per-block": "--block-size",
-        "--no-enable-prefix-caching": "--no-prefix-cache",
-        "--model-path": "--model",
-        "--checkpoint-path": "--model",
-        "--input-file": "--input",
-        "--dataset": "--input",
-        "--dataset-path": "--input",
-        "--output-file": "--output",
-        "--random-seed": "--seed",
-        "--report-json": "--summary",
-        "--output-json": "--summary",
-        "--uvicorn-log-level": "--log-level",
+        "-tp": ("--tp",),
+        "-dp": ("--dp",),
+        "-ep": ("--ep",),
+        "--tensor-parallel-size": ("--tp",),
+        "--tp-size": ("--tp",),
+        "--data-parallel-size": ("--dp",),
+        "--dp-size": ("--dp",),
+        "--enable-expert-parallel": ("--ep",),
+        "--expert-parallel-size": ("--ep",),
+        "--ep-size": ("--ep",),
+        "--max-batch-size": ("--max-num-seqs",),
+        "--max-num-batched-tokens": ("--max-num-tokens",),
+        "--max-seq-len": ("--max-model-len",),
+        "--max-input-len": ("--max-model-len",),
+        "--concurrency": ("--max-inflight",),
+        "--max-concurrency": ("--max-inflight",),
+        "--gpu-memory-utilization": ("--kv-memory-fraction",),
+        "--kv-cache-free-gpu-mem-fraction": ("--kv-memory-fraction",),
+        "--num-gpu-blocks-override": ("--num-kv-blocks",),
+        "--tokens-per-block": ("--block-size",),
+        "--no-enable-prefix-caching": ("--no-prefix-cache",),
+        "--model-path": ("--model",),
+        "--checkpoint-path": ("--model",),
+        "--input-file": ("--input", "--dataset"),
+        "--dataset": ("--input",),
+        "--dataset-path": ("--dataset", "--input"),
+        "--output-file": ("--output",),
+        "--random-seed": ("--seed",),
+        "--report-json": ("--result", "--summary"),
+        "--output-json": ("--result", "--summary"),
+        "--save-result": ("--result",),
+        "--result-filename": ("--result",),
+        "--random-input-len": ("--input-len",),
+        "--random-output-len": ("--output-len",),
+        "--sharegpt-output-len": ("--output-len",),
+        "--random-range-ratio": ("--range-ratio",),
+        "--random-prefix-len": ("--prefix-len",),
+        "--num-requests": ("--num-prompts",),
+        "--num-warmups": ("--warmup",),
+        "--num-iters-warmup": ("--warmup",),
+        "--uvicorn-log-level": ("--log-level",),
     }
 )
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
@@ -48,6 +59,9 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "--pp-size": "a model is cut by --tp and --ep only",
         "--distributed-executor-backend": "start the ranks by mpirun or srun",
         "--nnodes": "start the ranks by mpirun or srun",
+        "--dataset-name": "the file says itself what it holds",
+        "--backend": "there is one engine",
+        "--streaming": "the time of each token is always measured",
         "--nproc-per-node": "start the ranks by mpirun or srun",
     }
 )
@@ -65,8 +79,9 @@ def explain_unknown(words: Sequence[str], known: Sequence[str]) -> str | None:
         name = given.replace("_", "-")
         if name in known:
             return f"{given}: here it is spelt {name}"
-        if name in _OURS and _OURS[name] in known:
-            return f"{given}: here it is {_OURS[name]}"
+        ours = next((own for own in _OURS.get(name, ()) if own in known), None)
+        if ours is not None:
+            return f"{given}: here it is {ours}"
         if name in _NEEDLESS:
             return f"{given} is no option here: {_NEEDLESS[name]}"
     return None

@@ -31,7 +31,7 @@ class RunSummary:
     ) -> None:
         self.wanted = path is not None
         self._path = Path(path) if path is not None and writes else None
-        self._clock = clock
+        self.clock = clock
         self._marked_s = clock()
         self._phases: dict[str, float] = {}
         self.meter = ServingMeter(clock)
@@ -54,7 +54,7 @@ class RunSummary:
 
     def mark(self, phase: str) -> None:
         """What has passed since the last mark was this phase."""
-        now = self._clock()
+        now = self.clock()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._marked_s
         self._marked_s = now
 

@@ -82,6 +82,8 @@ class FileReader:
         return found[:count]
 
     def _lines(self, path: Path, text: str, first_id: int) -> list[Request]:
+        if self.output_len is not None:
+            raise UsageError(f"--output-len: --dataset {path} says itself how long its answers are; leave it out")
         requests: list[Request] = []
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():

@@ -1,10 +1,16 @@
 """How options are declared once and read by each command; their values are tested with the commands."""
 
 import inspect
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
 
 from dist_infer.cli.arguments import settings
+from dist_infer.cli.bench import bench
+from dist_infer.cli.bench_options import BenchOptions
 from dist_infer.cli.config_file import Setting
-from dist_infer.cli.options import RunOptions
+from dist_infer.cli.options import EngineOptions, RunOptions
 from dist_infer.cli.run import run
 
 
@@ -20,8 +26,9 @@ def test_settings_are_the_options_of_a_command() -> None:
     assert found["dtype"] == Setting("dtype", "--dtype", "text")
 
 
-def test_defaults_of_the_parser_are_those_of_the_options() -> None:
-    options = RunOptions(prompts=("x",))
-    for name, parameter in inspect.signature(run).parameters.items():
-        if name in ("max_num_seqs", "max_num_tokens", "block_size", "dtype", "device", "load_format", "log_level"):
-            assert parameter.default == getattr(options, name), name
+@pytest.mark.parametrize(("command", "options"), [(run, RunOptions(prompts=("x",))), (bench, BenchOptions())])
+def test_defaults_of_the_parser_are_those_of_the_options(command: Callable[..., int], options: EngineOptions) -> None:
+    shared = {field.name for field in fields(options)} & set(inspect.signature(command).parameters)
+    assert len(shared) > 20
+    for name in shared - {"seed"}:  # bench has 0 where run draws one
+        assert inspect.signature(command).parameters[name].default == getattr(options, name), name

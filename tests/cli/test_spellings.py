@@ -1,11 +1,13 @@
 import pytest
 
 from dist_infer.cli.arguments import settings
+from dist_infer.cli.bench import bench
 from dist_infer.cli.main import main
 from dist_infer.cli.run import run
 from dist_infer.cli.spellings import _OURS, explain_unknown
 
 KNOWN = [setting.spelling for setting in settings(run)]
+OF_BENCH = [setting.spelling for setting in settings(bench)]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +33,26 @@ def test_anything_else_is_left_to_the_parser(words: list[str]) -> None:
 
 
 def test_every_spelling_leads_to_an_option_that_is_there() -> None:
-    assert set(_OURS.values()) <= set(KNOWN)
+    assert {name for ours in _OURS.values() for name in ours} <= {*KNOWN, *OF_BENCH}
     assert not set(_OURS) & set(KNOWN)
+    assert set(_OURS) & set(OF_BENCH) == {"--dataset"}
+
+
+@pytest.mark.parametrize(
+    ("word", "run_tells", "bench_tells"),
+    [
+        ("--dataset-path", "--input", "--dataset"),
+        ("--output-json", "--summary", "--result"),
+        ("--dataset", "--input", None),
+        ("--num_requests", None, "--num-prompts"),
+        ("--random-input-len", None, "--input-len"),
+        ("--dataset-name", "the file says", "the file says"),
+    ],
+)
+def test_each_command_names_its_own(word: str, run_tells: str | None, bench_tells: str | None) -> None:
+    for known, told in ((KNOWN, run_tells), (OF_BENCH, bench_tells)):
+        hint = explain_unknown([word], known)
+        assert hint is None if told is None else hint is not None and told in hint
 
 
 @pytest.mark.parametrize("words", [["--max_batch_size", "4", "--prompt", "x"], ["--prompt", "x", "-tp", "2"]])

@@ -146,3 +146,9 @@ def test_files_that_do_not_serve(tmp_path: Path, content: str, count: int | None
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't be read"):
         reader(None).read(tmp_path / "none", first_id=0, count=None)
+
+
+def test_lines_have_lengths_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": [1], "max_tokens": 2}')
+    with pytest.raises(UsageError, match="says itself how long its answers are"):
+        reader(None, output_len=4).read(path, first_id=0, count=None)
