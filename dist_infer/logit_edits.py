@@ -18,10 +18,23 @@ Source: vLLM, vllm/v1/sample/sampler.py (the order) and vllm/v1/sample/ops/penal
 the repetition penalty; the OpenAI API reference for frequency and presence.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from dist_infer.types import Float64Array, Int64Array, LogitEdits
+from dist_infer.types import LogitEdits
+from dist_infer.upload import upload
+
+_PENALTY_ARRAYS = (
+    "penalty_rows",
+    "repetition",
+    "frequency",
+    "presence",
+    "token_owners",
+    "token_ids",
+    "token_counts",
+)
 
 
 def edit_logits(logits: Tensor, held: range, edits: LogitEdits, input_ids: Tensor) -> Tensor:
@@ -35,35 +48,39 @@ def edit_logits(logits: Tensor, held: range, edits: LogitEdits, input_ids: Tenso
     """
     edited = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     mine = (edits.bias_ids >= held.start) & (edits.bias_ids < held.stop)
+    sent = upload(
+        {
+            "bias_rows": edits.bias_rows[mine],
+            "bias_columns": edits.bias_ids[mine] - held.start,
+            "biases": edits.biases[mine],
+            **{name: getattr(edits, name) for name in _PENALTY_ARRAYS},
+        },
+        logits.device,
+    )
     if mine.any():
-        rows, columns = _on(edited, edits.bias_rows[mine]), _on(edited, edits.bias_ids[mine] - held.start)
-        edited.index_put_((rows, columns), _on(edited, edits.biases[mine]).to(edited.dtype), accumulate=True)
+        places = (sent["bias_rows"], sent["bias_columns"])
+        edited.index_put_(places, sent["biases"].to(edited.dtype), accumulate=True)
     if len(edits.penalty_rows) and len(held):
-        rows = _on(edited, edits.penalty_rows)
+        rows = sent["penalty_rows"]
         values = edited.index_select(0, rows)
-        values[:, : len(held)] = _penalised(values[:, : len(held)], held, edits, input_ids.index_select(0, rows))
+        values[:, : len(held)] = _penalised(values[:, : len(held)], held, sent, input_ids.index_select(0, rows))
         edited.index_copy_(0, rows, values)
     return edited
 
 
-def _penalised(values: Tensor, held: range, edits: LogitEdits, input_ids: Tensor) -> Tensor:
+def _penalised(values: Tensor, held: range, sent: Mapping[str, Tensor], input_ids: Tensor) -> Tensor:
     """Rows with penalties. Shapes: values [R, held], input_ids [R] -> [R, held]."""
-    owners, ids = _on(values, edits.token_owners), _on(values, edits.token_ids)
+    owners, ids = sent["token_owners"], sent["token_ids"]
     ids = torch.where(ids < 0, input_ids[owners], ids)
     nowhere = len(held)  # one column more, for ids of other shards
     columns = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, nowhere)
     counts = values.new_zeros(len(values), nowhere + 1)
-    counts.index_put_((owners, columns), _on(values, edits.token_counts).to(values.dtype), accumulate=True)
+    counts.index_put_((owners, columns), sent["token_counts"].to(values.dtype), accumulate=True)
     seen = torch.zeros_like(counts, dtype=torch.bool)
     seen[owners, columns] = True
     counts, seen = counts[:, :nowhere], seen[:, :nowhere]
     repetition, frequency, presence = (
-        _on(values, penalties).to(values.dtype)[:, None]
-        for penalties in (edits.repetition, edits.frequency, edits.presence)
+        sent[penalties].to(values.dtype)[:, None] for penalties in ("repetition", "frequency", "presence")
     )
     scaled = torch.where(values > 0, values / repetition, values * repetition)
     return torch.where(seen, scaled, values) - frequency * counts - presence * (counts > 0)
-
-
-def _on(like: Tensor, array: Int64Array | Float64Array) -> Tensor:
-    return torch.from_numpy(array).to(like.device, non_blocking=True)

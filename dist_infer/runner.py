@@ -3,23 +3,26 @@
 The last sampled token of each sequence stays on the device, in the sequence's state row. So at depth 1 a batch may
 say -1 for a token that the step in flight samples: `prepare` of the next step puts it in, in stream order, and no
 host waits for it.
+
+A runner with `decode_inputs` takes decode steps through them (`fill`, then `decode_inputs.step_inputs`), where a graph
+finds them; all other steps, and all steps of a runner without, come in tensors of their own (`prepare`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.models.decoder import LayerCache
+from dist_infer.sampler import HostOptions
 from dist_infer.types import Batch, Int64Array
-
-_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+from dist_infer.upload import HostArray, upload
 
 
 class Model(Protocol):
@@ -37,15 +40,44 @@ class Model(Protocol):
 class Runner:
     """One rank's model and cache, and the state rows of up to `max_num_seqs` sequences."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, *, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        device: torch.device,
+        decode_inputs: DecodeInputs | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.decode_inputs = decode_inputs
         self._device = device
         self._max_num_seqs = max_num_seqs
         # One row more than sequences: what belongs to none is written there and never read.
-        self._last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.last_token_ids = (
+            torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+            if decode_inputs is None
+            else decode_inputs.last_token_ids
+        )
 
-    @torch.inference_mode()
+    def takes(self, batch: Batch) -> bool:
+        """The batch goes by `fill`."""
+        return self.decode_inputs is not None and self.decode_inputs.takes(batch)
+
+    def fill(self, batch: Batch, options: HostOptions) -> DecodeInputs:
+        """Start the copy of a decode step to where a graph finds it.
+
+        Ranks: local.
+        Stream: the current one; the host waits for nothing.
+        Errors: as `prepare`.
+        """
+        if self.decode_inputs is None:
+            raise ValueError("this runner has no decode inputs")
+        self._state_rows_of_tokens(batch, np.flatnonzero(batch.token_ids < 0))
+        self.decode_inputs.fill(batch, self._kept_rows(batch), options)
+        return self.decode_inputs
+
     def prepare(self, batch: Batch) -> StepInputs:
         """Copies a batch to the device and fills in the tokens that the host doesn't know.
 
@@ -53,38 +85,48 @@ class Runner:
         Stream: the current one; the host waits for nothing.
         Errors: ValueError for a state row out of range, and for an unknown token of a sequence without one.
         """
+        return self.prepare_with(batch, {})[0]
+
+    @torch.inference_mode()
+    def prepare_with(self, batch: Batch, more: Mapping[str, HostArray]) -> tuple[StepInputs, dict[str, Tensor]]:
+        """The same, and `more` arrays on the device by the same copy."""
         unknown = np.flatnonzero(batch.token_ids < 0)
-        on_device = self._to_device(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            logit_rows=batch.logit_rows,
-            logit_state_rows=self._kept_rows(batch)[batch.logit_seqs],
-            unknown=unknown,
-            unknown_state_rows=self._state_rows_of_tokens(batch, unknown),
-            query_start=batch.query_start,
-            kv_lens=batch.kv_lens,
-            page_table=batch.page_table,
+        sent = upload(
+            {
+                "token_ids": batch.token_ids,
+                "positions": batch.positions,
+                "slots": batch.slots,
+                "logit_rows": batch.logit_rows,
+                "logit_state_rows": self._kept_rows(batch)[batch.logit_seqs],
+                "unknown": unknown,
+                "unknown_state_rows": self._state_rows_of_tokens(batch, unknown),
+                "query_start": batch.query_start,
+                "kv_lens": batch.kv_lens,
+                "page_table": batch.page_table,
+                **{f"more {name}": array for name, array in more.items()},
+            },
+            self._device,
         )
         if len(unknown):
-            known = self._last_token_ids.index_select(0, on_device["unknown_state_rows"])
-            on_device["token_ids"].index_copy_(0, on_device["unknown"], known)
+            known = self.last_token_ids.index_select(0, sent["unknown_state_rows"])
+            sent["token_ids"].index_copy_(0, sent["unknown"], known)
         paged = PagedStep(
-            query_start=on_device["query_start"],
-            kv_lens=on_device["kv_lens"],
-            page_table=on_device["page_table"],
+            query_start=sent["query_start"],
+            kv_lens=sent["kv_lens"],
+            page_table=sent["page_table"],
             block_size=self.kv_cache.block_size,
             host_query_start=batch.query_start,
             host_kv_lens=batch.kv_lens,
         )
-        return StepInputs(
+        inputs = StepInputs(
             paged=paged,
-            token_ids=on_device["token_ids"],
-            positions=on_device["positions"],
-            slots=on_device["slots"],
-            logit_rows=on_device["logit_rows"],
-            logit_state_rows=on_device["logit_state_rows"],
+            token_ids=sent["token_ids"],
+            positions=sent["positions"],
+            slots=sent["slots"],
+            logit_rows=sent["logit_rows"],
+            logit_state_rows=sent["logit_state_rows"],
         )
+        return inputs, {name: sent[f"more {name}"] for name in more}
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -119,7 +161,7 @@ class Runner:
         Shapes: token_ids [L] int64 on the device.
         Ranks: local.
         """
-        self._last_token_ids.index_copy_(0, inputs.logit_state_rows, token_ids)
+        self.last_token_ids.index_copy_(0, inputs.logit_state_rows, token_ids)
 
     def _kept_rows(self, batch: Batch) -> Int64Array:
         """The state row of each sequence; the spare one for a sequence that has none."""
@@ -136,16 +178,3 @@ class Runner:
             lost = batch.request_ids[seqs[rows < 0]].tolist()
             raise ValueError(f"requests {lost} have a token that is not known yet and no state row that keeps it")
         return rows
-
-    def _to_device(self, **arrays: npt.NDArray[np.int32] | Int64Array) -> dict[str, Tensor]:
-        """The arrays on the device by one copy, each in its own dtype and shape."""
-        num_words = [-(-array.nbytes // 8) for array in arrays.values()]
-        # A fresh pinned buffer each step: torch hands it out again only when the copy out of it is done.
-        staging = torch.empty(sum(num_words), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        for part, array in zip(staging.split_with_sizes(num_words), arrays.values(), strict=True):
-            part.numpy().view(array.dtype)[: array.size] = array.reshape(-1)
-        parts = staging.to(self._device, non_blocking=True).split_with_sizes(num_words)
-        return {
-            name: part.view(_TORCH_DTYPES[array.dtype])[: array.size].view(array.shape)
-            for part, (name, array) in zip(parts, arrays.items(), strict=True)
-        }

@@ -15,10 +15,15 @@ min-p (ids at least min_p times as likely as the likeliest), top-k, then top-p o
 seed, position and token id, and sums are taken in an order that doesn't depend on the other rows, so a request gets the
 same tokens for any number of ranks, alone or in company.
 
+Rows in company go through `sample`, each on its way. A whole batch of greedy and noisy rows can also go through
+`choose`: one way for all, with parameters that are read on the device, so it can be captured in a graph. A greedy row
+is a noisy one of temperature 0, bit for bit.
+
 Source: vLLM, vllm/v1/sample/sampler.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -30,7 +35,44 @@ from dist_infer.kernels import top_k as top_k_op
 from dist_infer.kernels.dispatch import Library
 from dist_infer.logit_edits import edit_logits
 from dist_infer.token_scores import score_tokens
-from dist_infer.types import Batch
+from dist_infer.types import Batch, Float64Array, Int64Array
+from dist_infer.upload import HostArray, upload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """How the token of each row is chosen. Shapes: [L] each."""
+
+    temperature: Float64Array  # 0 for greedy rows, whatever else they ask for
+    keys: Int64Array  # of the noise
+    top_k: Int64Array  # 0: off
+    top_p: Float64Array
+    min_p: Float64Array
+    is_filtered: bool  # a row that isn't greedy has top_k, top_p or min_p
+
+    def columns(self) -> Iterator[tuple[str, Float64Array | Int64Array]]:
+        """The arrays by name, those of RowOptions."""
+        yield from ((field.name, getattr(self, field.name)) for field in fields(RowOptions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """The same on the device. Shapes: [L] each; keys and top_k int64, the others float64."""
+
+    temperature: Tensor
+    keys: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What the host knows of a batch's ways; its columns go to the device with the other inputs of the step."""
+
+    columns: Mapping[str, HostArray]
+    sizes: tuple[int, ...]  # rows of each way
+    num_candidates: int  # of the row on the way of top-k that needs most
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +94,12 @@ class _Rows:
         return logits if len(self) == len(logits) else logits[self.rows]
 
 
+_GREEDY, _NOISY, _LARGEST, _NUCLEUS = range(4)
+
+
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The rows of a step by the way that they go."""
+    """The rows of a step by the way that they go, in the order above."""
 
     greedy: _Rows
     noisy: _Rows
@@ -85,9 +130,38 @@ class Sampler:
         self.vocab_size = vocab_size
         self._num_real = max(0, min(vocab_range.stop, vocab_size) - vocab_range.start)
         self._held = range(vocab_range.start, vocab_range.start + self._num_real)
+        self._ids: Tensor | None = None  # of the columns
         self._shard_sizes: list[int] | None = None  # asked for by the first batch that gathers logits
         self._sample_library = sample_library
         self._top_k_library = top_k_library
+
+    def options(self, batch: Batch) -> HostOptions:
+        """How the tokens of a batch are chosen, as `choose` reads it."""
+        ways, min_p = self._ways_of(batch)
+        temperature = np.where(ways == _GREEDY, 0.0, batch.temperature)
+        return HostOptions(
+            temperature=temperature,
+            keys=_noise_keys(batch) if temperature.any() else np.zeros_like(batch.seeds),
+            top_k=batch.top_k.astype(np.int64),
+            top_p=batch.top_p,
+            min_p=min_p,
+            is_filtered=bool((ways >= _LARGEST).any()),
+        )
+
+    def plan(self, batch: Batch) -> SamplePlan:
+        """The ways of a batch's rows. Ranks: local, equal on all ranks of the group."""
+        ways, min_p = self._ways_of(batch)
+        order = np.argsort(ways, kind="stable")
+        columns: dict[str, HostArray] = {
+            "rows": order,
+            "temperature": batch.temperature[order],
+            "top_p": batch.top_p[order],
+            "top_k": batch.top_k[order].astype(np.int64),
+            "min_p": min_p[order],
+            "keys": _noise_keys(batch)[order],
+        }
+        sizes = np.bincount(ways, minlength=4).tolist()
+        return SamplePlan(columns, tuple(sizes), int(batch.top_k[ways == _LARGEST].max(initial=0)))
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: Batch, input_ids: Tensor | None = None) -> Tensor:
@@ -99,17 +173,34 @@ class Sampler:
         Ranks: collective over tp; nothing is exchanged when L is 0.
         Errors: ValueError for logits of another shape.
         """
+        plan = self.plan(batch)
+        logits = self.edited(logits, batch, input_ids)
+        return self.sample_planned(logits, plan, upload(plan.columns, logits.device))
+
+    @torch.inference_mode()
+    def edited(self, logits: Tensor, batch: Batch, input_ids: Tensor | None = None) -> Tensor:
+        """The logits with the edits of the batch; the same tensor where it has none.
+
+        Shapes: as `sample`.
+        Ranks: local.
+        Errors: ValueError for logits of another shape, and for edits without `input_ids`.
+        """
         if logits.shape != (len(batch.logit_rows), len(self._vocab_range)):
             raise ValueError(
                 f"sampler: {len(batch.logit_rows)} rows of {len(self._vocab_range)} logits are due,"
                 f" not {list(logits.shape)}"
             )
-        if batch.edits is not None:
-            if input_ids is None:
-                raise ValueError("sampler: a batch with edits needs the input tokens of its rows")
-            logits = edit_logits(logits, self._held, batch.edits, input_ids)
+        if batch.edits is None:
+            return logits
+        if input_ids is None:
+            raise ValueError("sampler: a batch with edits needs the input tokens of its rows")
+        return edit_logits(logits, self._held, batch.edits, input_ids)
+
+    @torch.inference_mode()
+    def sample_planned(self, logits: Tensor, plan: SamplePlan, columns: Mapping[str, Tensor]) -> Tensor:
+        """The same from a plan whose columns are on the device, and from edited logits."""
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        ways = self._sort_rows(batch, logits.device)
+        ways = _split_ways(plan, columns)
         if len(ways.nucleus) < len(logits):
             self._sample_by_candidates(logits, ways, token_ids)
         if len(ways.nucleus):
@@ -117,6 +208,25 @@ class Sampler:
             values, ids = top_k_op.top_k(everything, self.vocab_size, library=self._top_k_library)
             token_ids.index_copy_(0, ways.nucleus.rows, self._sample_sorted(values, ids, ways.nucleus))
         return token_ids
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, options: RowOptions) -> Tensor:
+        """The next tokens of rows that are greedy or noisy, none filtered.
+
+        Nothing here depends on the values of the options: one captured call serves all.
+
+        Shapes: logits [L, V] -> [L] int64.
+        Ranks: collective over tp.
+        """
+        own, ids = self._own_columns(logits)
+        bests = sample_op.sample(own, ids, options.temperature, options.keys, library=self._sample_library)
+        if self._tp.size == 1:
+            return bests[1]
+        # Float64 holds every score and every id exactly.
+        table = self._tp.all_gather(torch.stack([best.double() for best in bests])[None])
+        scores, best_ids = table.unbind(1)
+        _, chosen = sample_op.sample(scores.t(), best_ids.t().long(), library=self._sample_library)
+        return chosen
 
     @torch.inference_mode()
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -131,29 +241,13 @@ class Sampler:
         own = logits[:, : self._num_real]
         return score_tokens(own, self._held, token_ids, num_top, tp=self._tp, top_k_library=self._top_k_library)
 
-    def _sort_rows(self, batch: Batch, device: torch.device) -> _Ways:
-        """One copy to the device, whatever ways there are."""
+    def _ways_of(self, batch: Batch) -> tuple[Int64Array, Float64Array]:
+        """The way of each row and its min_p. Shapes: [L], [L]."""
         limited = (batch.top_k > 0) & (batch.top_k < self.vocab_size)
         is_greedy = (batch.temperature == 0) | (batch.top_k == 1)
         min_p = np.zeros_like(batch.temperature) if batch.min_p is None else batch.min_p
-        ways = np.select([is_greedy, limited, (batch.top_p < 1) | (min_p > 0)], [0, 2, 3], default=1)
-        order = np.argsort(ways, kind="stable")
-        keys = sample_op.row_keys(torch.from_numpy(batch.seeds), torch.from_numpy(batch.draw_positions)).numpy()
-        columns = (
-            order,
-            batch.temperature[order].view(np.int64),
-            batch.top_p[order].view(np.int64),
-            batch.top_k[order].astype(np.int64),
-            min_p[order].view(np.int64),
-            keys[order],
-        )
-        on_device = torch.from_numpy(np.stack(columns)).to(device)
-        rows, temperature, top_p, top_k, own_min_p, own_keys = on_device.unbind()
-        sizes = np.bincount(ways, minlength=4).tolist()
-        temperature, top_p, own_min_p = (bits.view(torch.float64) for bits in (temperature, top_p, own_min_p))
-        parts = (column.split_with_sizes(sizes) for column in (rows, temperature, top_p, top_k, own_min_p, own_keys))
-        greedy, noisy, largest, nucleus = (_Rows(*part) for part in zip(*parts, strict=True))
-        return _Ways(greedy, noisy, largest, nucleus, num_candidates=int(batch.top_k[ways == 2].max(initial=0)))
+        nucleus = (batch.top_p < 1) | (min_p > 0)
+        return np.select([is_greedy, limited, nucleus], [_GREEDY, _LARGEST, _NUCLEUS], default=_NOISY), min_p
 
     def _sample_by_candidates(self, logits: Tensor, ways: _Ways, token_ids: Tensor) -> None:
         greedy, noisy, largest, width = ways.greedy, ways.noisy, ways.largest, ways.num_candidates
@@ -182,8 +276,9 @@ class Sampler:
         """
         if self._num_real == 0:
             return logits.new_full((len(logits), 1), -torch.inf), torch.tensor([self.vocab_size], device=logits.device)
-        ids = torch.arange(self._held.start, self._held.stop, device=logits.device)
-        return logits[:, : self._num_real], ids
+        if self._ids is None or self._ids.device != logits.device:
+            self._ids = torch.arange(self._held.start, self._held.stop, device=logits.device)
+        return logits[:, : self._num_real], self._ids
 
     def _own_candidates(self, own: Tensor, ids: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
         """The largest logits of the shard, filled up with ones that never win. Shapes: [rows, K], [rows, K]."""
@@ -211,6 +306,17 @@ class Sampler:
         values = values.masked_fill(~kept, -torch.inf)
         _, chosen = sample_op.sample(values, ids, rows.temperature, rows.keys, library=self._sample_library)
         return chosen
+
+
+def _noise_keys(batch: Batch) -> Int64Array:
+    keys: Int64Array = sample_op.row_keys(torch.from_numpy(batch.seeds), torch.from_numpy(batch.draw_positions)).numpy()
+    return keys
+
+
+def _split_ways(plan: SamplePlan, columns: Mapping[str, Tensor]) -> _Ways:
+    parts = {name: column.split_with_sizes(plan.sizes) for name, column in columns.items()}
+    greedy, noisy, largest, nucleus = (_Rows(**{name: part[way] for name, part in parts.items()}) for way in range(4))
+    return _Ways(greedy, noisy, largest, nucleus, num_candidates=plan.num_candidates)
 
 
 def nucleus_mask(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -1,29 +1,48 @@
 """A step on this rank's device: forward, then sampling, then the token ids on their way to the host.
 
-What the engine drives. All collectives of a step are inside `launch`; `prepare` and the copy back have none.
+What the engine drives. All collectives of a step are inside `launch`; `prepare` and the copy back have none. No host
+waits for the device here.
+
+A decode step for which all ranks want a graph replays its forward pass, and the choice of tokens behind it. Where a row
+asks for top-k, top-p or min-p, for edits or scores, tokens are chosen outside of the graph, kernel by kernel.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dist_infer.comm.agreement import EAGER, Decision
+from dist_infer.decode_inputs import DecodeInputs
+from dist_infer.graphs import Capture, DecodeGraphs, Program
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.runner import Runner
-from dist_infer.sampler import Sampler
+from dist_infer.sampler import SamplePlan, Sampler
 from dist_infer.types import Batch, BatchKind, Float64Array, Int64Array, ScoreRows
+from dist_infer.upload import upload
 
 _SCORED_ELEMENTS = 2**23  # logits of a prompt that are scored at a time: 64 MiB of float64 over all shards
+_FORWARD, _CHOICE = "forward", "choice"  # parts of a graph
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A batch on the host and on the device."""
+    """A batch on the host and on the device.
+
+    `inputs` is None for a decode step whose inputs are where a graph finds them. With `plan` the rows go their own
+    ways through the sampler; without it they are greedy or noisy, and their options are with those inputs.
+    """
 
     batch: Batch
-    inputs: StepInputs
+    inputs: StepInputs | None
+    plan: SamplePlan | None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # of the plan
+
+    @property
+    def is_plain(self) -> bool:
+        """The graph's own way of choosing tokens is this step's."""
+        return self.plan is None and self.batch.edits is None and self.batch.scores is None
 
 
 class SampledIds:
@@ -56,51 +75,127 @@ class SampledIds:
 
 def _start_copy(x: Tensor) -> Tensor:
     if x.device.type != "cuda":
-        return x
+        return x.clone()  # as a copy to the host: the next step may write into the tensor itself
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class StepRunner:
-    """Runner and sampler of one rank. Eager only so far, so it asks for no graph bucket."""
+    """Runner and sampler of one rank. `graphs` must be captured before they are used, and need decode inputs."""
 
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+    def __init__(self, runner: Runner, sampler: Sampler, graphs: DecodeGraphs | None = None) -> None:
         self._runner = runner
         self._sampler = sampler
+        self._graphs = graphs
+        # What a part of a graph leaves for the next one.
+        self._hidden: Tensor | None = None
+        self._token_ids = torch.zeros_like(runner.last_token_ids)
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture, *, on_size: Callable[[int], None] = lambda size: None) -> None:
+        """Capture all graphs. Ranks: collective, as `launch`."""
+        if self._graphs is not None:
+            self._graphs.capture(self._parts, capture, on_size=on_size)
 
     def graph_bucket(self, batch: Batch) -> int:
-        """Rows of the graph that could run this batch."""
-        return EAGER
+        """Rows of the graph that could run this batch; EAGER where none can."""
+        inputs = self._runner.decode_inputs
+        if self._graphs is None or inputs is None or batch.kind is not BatchKind.DECODE or not inputs.takes(batch):
+            return EAGER
+        return self._graphs.bucket(batch.num_seqs)
 
     def prepare(self, batch: Batch) -> PreparedStep:
         """Start the copy of the inputs to the device. Ranks: local."""
-        return PreparedStep(batch, self._runner.prepare(batch))
+        if self._runner.takes(batch):
+            options = self._sampler.options(batch)
+            self._runner.fill(batch, options)
+            if not options.is_filtered:
+                return PreparedStep(batch, None, None)
+            plan = self._sampler.plan(batch)
+            return PreparedStep(batch, None, plan, upload(plan.columns, self._token_ids.device))
+        plan = self._sampler.plan(batch)
+        inputs, columns = self._runner.prepare_with(batch, plan.columns)
+        return PreparedStep(batch, inputs, plan, columns)
 
+    @torch.inference_mode()
     def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
         """Forward and sampling. `decision` holds the sizes that all ranks agreed on, which experts need.
 
         Ranks: collective over tp, and over the world where there are experts.
         """
+        if decision.graph_bucket != EAGER and self._graphs is not None:
+            return self._launch_graph(self._graphs, step, decision.graph_bucket)
         prefills = decision.kind in (BatchKind.PREFILL, BatchKind.EXTEND)
-        inputs = step.inputs.agreed(decision.rank_tokens, eager_prefill=prefills and decision.graph_bucket == EAGER)
-        hidden = self._runner.forward(inputs)
-        logits = self._runner.logits(hidden, step.inputs.logit_rows)
+        inputs = self._inputs_of(step).agreed(decision.rank_tokens, eager_prefill=prefills)
+        return self._choose(step, inputs, self._runner.forward(inputs))
+
+    def _launch_graph(self, graphs: DecodeGraphs, step: PreparedStep, size: int) -> SampledIds:
+        graphs.replay(size, _FORWARD)
+        num_seqs = step.batch.num_seqs
+        if step.is_plain:
+            graphs.replay(size, _CHOICE)
+            return SampledIds(self._token_ids[:num_seqs])
+        return self._choose(step, self._inputs_of(step), self._left_by_forward(num_seqs))
+
+    def _inputs_of(self, step: PreparedStep) -> StepInputs:
+        if step.inputs is not None:
+            return step.inputs
+        return self._decode_inputs.step_inputs(step.batch.num_seqs, step.batch.kv_lens)
+
+    @property
+    def _decode_inputs(self) -> DecodeInputs:
+        if self._runner.decode_inputs is None:
+            raise ValueError("a step was prepared for decode inputs, but the runner has none")
+        return self._runner.decode_inputs
+
+    def _choose(self, step: PreparedStep, inputs: StepInputs, hidden: Tensor) -> SampledIds:
+        """The tokens and scores of a step outside of a graph."""
+        batch = step.batch
+        logits = self._runner.logits(hidden, inputs.logit_rows)
         input_ids = None
-        if step.batch.edits is not None:
-            input_ids = step.inputs.token_ids.index_select(0, step.inputs.logit_rows)
-        token_ids = self._sampler.sample(logits, step.batch, input_ids)
-        self._runner.remember(step.inputs, token_ids)
-        if step.batch.scores is None:
+        if batch.edits is not None:
+            input_ids = inputs.token_ids.index_select(0, inputs.logit_rows)
+        edited = self._sampler.edited(logits, batch, input_ids)
+        if step.plan is not None:
+            token_ids = self._sampler.sample_planned(edited, step.plan, step.columns)
+        else:
+            token_ids = self._sampler.choose(edited, self._decode_inputs.row_options(batch.num_seqs))
+        self._runner.remember(inputs, token_ids)
+        if batch.scores is None:
             return SampledIds(token_ids)
-        return SampledIds(token_ids, self._score(step.batch.scores, hidden, logits, token_ids))
+        return SampledIds(token_ids, self._score(batch.scores, hidden, logits, token_ids))
+
+    def _parts(self, size: int) -> dict[str, Program]:
+        """A graph's parts: see module docstring of graphs."""
+        return {_FORWARD: lambda: self._forward_in_place(size), _CHOICE: lambda: self._choose_in_place(size)}
+
+    def _forward_in_place(self, size: int) -> None:
+        hidden = self._runner.forward(self._decode_inputs.step_inputs(size))
+        if self._hidden is None:  # at the first run, which is of the largest size and not captured
+            self._hidden = torch.empty_like(hidden)
+        self._left_by_forward(size).copy_(hidden)
+
+    def _choose_in_place(self, size: int) -> None:
+        inputs = self._decode_inputs
+        logits = self._runner.model.logits(self._left_by_forward(size))
+        token_ids = self._sampler.choose(logits, inputs.row_options(size))
+        self._token_ids[:size].copy_(token_ids)
+        self._runner.last_token_ids.index_copy_(0, inputs.state_rows(size), token_ids)
+
+    def _left_by_forward(self, size: int) -> Tensor:
+        if self._hidden is None:
+            raise RuntimeError("no graph has been captured")
+        return self._hidden[:size]
 
     def _score(self, wanted: ScoreRows, hidden: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
         """Prompts are scored a part at a time: the logits of a long one fill more memory than all else.
 
         Shapes: -> [Q + P, 2 + 2 K].
         """
-        rows = torch.from_numpy(wanted.logit_rows).to(hidden.device)
+        sent = upload(
+            {"rows": wanted.logit_rows, "token_rows": wanted.token_rows, "next_ids": wanted.next_ids}, hidden.device
+        )
+        rows, token_rows, next_ids = sent["rows"], sent["token_rows"], sent["next_ids"]
         parts = [self._sampler.score(logits[rows], token_ids[rows], wanted.num_top)]
-        token_rows, next_ids = torch.from_numpy(np.stack([wanted.token_rows, wanted.next_ids])).to(hidden.device)
         step = max(1, _SCORED_ELEMENTS // self._sampler.vocab_size)  # not of the shard: all ranks take equal parts
         for first in range(0, len(token_rows), step):
             own = self._runner.logits(hidden, token_rows[first : first + step])

@@ -1,5 +1,6 @@
 """Forward and sampling as one step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.sampler import Sampler
 from dist_infer.step_runner import SampledIds, StepRunner
 from dist_infer.types import Batch, BatchKind, LogitEdits, ScoreRows
+from dist_infer.upload import HostArray
 from tests.batches import Part, make_batch
 from tests.devices import DEVICES
 
@@ -46,9 +48,15 @@ class FixedRunner:
         self.hidden = hidden
         self.remembered: list[list[int]] = []
         self.told: list[tuple[object, ...]] = []
+        self.decode_inputs = None
+        self.last_token_ids = torch.zeros(5, dtype=torch.int64)
 
-    def prepare(self, batch: Batch) -> Inputs:
-        return Inputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows))
+    def takes(self, batch: Batch) -> bool:
+        return False
+
+    def prepare_with(self, batch: Batch, more: Mapping[str, HostArray]) -> tuple[Inputs, dict[str, torch.Tensor]]:
+        inputs = Inputs(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows))
+        return inputs, {name: torch.from_numpy(array) for name, array in more.items()}
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
         self.told.append(inputs.told)
@@ -79,8 +87,7 @@ def test_a_step_samples_from_the_logits_and_remembers_the_token() -> None:
         (BatchKind.PREFILL, EAGER, True),
         (BatchKind.EXTEND, EAGER, True),
         (BatchKind.DECODE, EAGER, False),
-        (BatchKind.PREFILL, 8, False),
-    ],
+        ],
 )
 def test_the_model_learns_what_the_ranks_agreed_on(kind: BatchKind, bucket: int, eager_prefill: bool) -> None:
     runner = FixedRunner(torch.tensor([[0.0, 3.0, 1.0]]))

@@ -54,14 +54,14 @@ class Router:
         self._linear = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=moe.num_experts)
         self._route = setup.choose("moe_route", route_op.LIBRARIES, experts=moe.num_experts, top_k=moe.top_k)
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert ids, weights) of each row.
+    def __call__(self, hidden: Tensor, num_real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(expert ids, weights) of each row; those behind the first `num_real` are padding and go to no expert.
 
-        Shapes: hidden [R, D] -> two of [R, K].
+        Shapes: hidden [R, D], num_real [1] int32 -> two of [R, K].
         Ranks: local.
         """
         logits = linear_op.linear(hidden.to(self.weight.dtype), self.weight, library=self._linear)
-        return route_op.moe_route(logits, self.bias, self._method, library=self._route)
+        return route_op.moe_route(logits, self.bias, self._method, num_real, library=self._route)
 
     def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:
         """The tensor `gate.weight`, and the bias where there is one."""
@@ -131,13 +131,13 @@ class MoeLayer:
             own = setup if self._one_group else replace(setup, tp=SingleCollectives())
             self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own)
 
-    def __call__(self, hidden: Tensor, chunks: ChunkPlan) -> Tensor:
-        """The output for this rank's rows.
+    def __call__(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor:
+        """The output for this rank's rows; no expert sees those behind the first `num_real`.
 
-        Shapes: hidden [R, D] -> [R, D].
+        Shapes: hidden [R, D], num_real [1] int32 -> [R, D].
         Ranks: collective over the world.
         """
-        expert_ids, weights = self.router(hidden)
+        expert_ids, weights = self.router(hidden, num_real)
         if self._one_group:
             return self._exchange.run(hidden, expert_ids, weights, self._experts_and_shared, chunks)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)

@@ -20,6 +20,16 @@ class GroupRows:
     tp: Collectives
     sizes: tuple[int, ...] | None
 
+    def real(self, num_real: Tensor) -> Tensor:
+        """How many of the rank's own rows are among the first `num_real` of all.
+
+        Shapes: [1] -> [1].
+        Ranks: local.
+        """
+        if self.sizes is None:
+            return num_real
+        return (num_real - sum(self.sizes[: self.tp.rank])).clamp(0, self.sizes[self.tp.rank])
+
     def reduce(self, part: Tensor) -> Tensor:
         """The rank's own rows of the sum over the group.
 

@@ -13,9 +13,10 @@ class StepInputs:
 
     `logit_state_rows` says where the token sampled for each logit row is kept for the next step (see runner).
     `rank_tokens` are the agreed tokens of every rank of the world, which experts need (0: it runs a token that is
-    nobody's; None: all have as many); `eager_prefill` says whether the agreed step prefills outside of a graph.
+    nobody's; None: all have as many); `eager_prefill` says whether the agreed step prefills outside of a graph. With
+    `num_real` only so many of the first tokens are real, the rows behind them are padding; None: all are.
 
-    Shapes: token_ids, positions, slots [T] int64; logit_rows, logit_state_rows [L] int64.
+    Shapes: token_ids, positions, slots [T] int64; logit_rows, logit_state_rows [L] int64; num_real [1] int32.
     """
 
     token_ids: Tensor
@@ -24,6 +25,7 @@ class StepInputs:
     paged: PagedStep
     logit_rows: Tensor
     logit_state_rows: Tensor
+    num_real: Tensor | None = None
     rank_tokens: tuple[int, ...] | None = None
     eager_prefill: bool = False
 

@@ -35,6 +35,7 @@ class DecoderStep:
     attention: AttentionStep
     rows: GroupRows
     chunks: ChunkPlan | None  # of the experts; None in a model without any
+    num_real: Tensor | None  # how many of this rank's rows are no padding; None: all
 
 
 class _AttentionLayer(Protocol):
@@ -83,7 +84,7 @@ class DecoderLayer:
             return step.rows.reduce(self.mlp(step.rows.gather(normed)))
         if step.chunks is None:
             raise ValueError("a layer of experts got a step without a plan of chunks")
-        return self.mlp(normed, step.chunks)
+        return self.mlp(normed, step.chunks, step.num_real)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """Tensors under `prefix`."""
@@ -152,10 +153,12 @@ class Decoder:
         if self._exchange is not None:
             tokens = inputs.rank_tokens or (inputs.num_tokens,) * self._world_size
             chunks = self._exchange.plan(tokens, self._max_moe_tokens, eager_prefill=inputs.eager_prefill)
+        rows = plan_rows(inputs.num_tokens, self._tp, sliced=self._sliced)
         return DecoderStep(
             attention=AttentionStep(cos=cos, sin=sin, slots=inputs.slots, attend=attend),
-            rows=plan_rows(inputs.num_tokens, self._tp, sliced=self._sliced),
+            rows=rows,
             chunks=chunks,
+            num_real=None if inputs.num_real is None or chunks is None else rows.real(inputs.num_real),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

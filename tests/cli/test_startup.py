@@ -42,4 +42,4 @@ def test_the_stages_make_a_runner(world: World, model: Path) -> None:
     config = agree_on_limits(options, plan, world)
     assert (config.num_kv_blocks, config.max_model_len, config.depth) == (5, 40, 0)
     step_runner = make_step_runner(plan, shard, config, world)
-    assert step_runner.prepare(Batch.dummy()).inputs.num_tokens == 1
+    assert step_runner.prepare(Batch.dummy()).batch.num_tokens == 1
