@@ -17,26 +17,35 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
-from dist_infer.kernels.reference.sample import draw
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.reference.sample import row_keys as reference_row_keys
 from dist_infer.kernels.reference.sample import sample as reference_sample
 
-SampleFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+RowKeysFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+SampleFunction: TypeAlias = Callable[[Tensor, Tensor | int, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
-LIBRARIES: tuple[Library[SampleFunction], ...] = (Library(name="torch", function=reference_sample),)
+_TRITON = "dist_infer.kernels.triton.sample"
+ROW_KEYS_LIBRARIES: tuple[Library[RowKeysFunction], ...] = (
+    Library(name="triton", function=deferred(_TRITON, "row_keys"), is_available=on_triton, graph_safe=True),
+    Library(name="torch", function=reference_row_keys),
+)
+LIBRARIES: tuple[Library[SampleFunction], ...] = (
+    Library(name="triton", function=deferred(_TRITON, "sample"), is_available=on_triton, graph_safe=True),
+    Library(name="torch", function=reference_sample),
+)
 
 
-def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+def row_keys(seeds: Tensor, positions: Tensor, *, library: Library[RowKeysFunction] = ROW_KEYS_LIBRARIES[-1]) -> Tensor:
     """What keys the noise of a row: the seed of its request and the position of the token that is drawn.
 
     Shapes: all [L] int64.
     """
-    return draw(draw(torch.zeros_like(seeds), seeds), positions)
+    return library.function(seeds, positions)
 
 
 def sample(
     logits: Tensor,
-    ids: Tensor,
+    ids: Tensor | int,
     temperature: Tensor | None = None,
     keys: Tensor | None = None,
     *,
@@ -44,7 +53,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """(score, id) of the best column of each row by logit + temperature * noise, or by the logit alone.
 
-    Equal scores go to the smaller id; ids that all rows share must ascend. NaN counts as -inf; a row of nothing else
+    `ids` names the columns; a number is the first of consecutive ones. Equal scores go to the smaller id; ids that all
+    rows share must ascend. NaN counts as -inf; a row of nothing else
     gives -inf and its smallest id. Scores are float64, so that the noise of a tiny temperature isn't rounded into a tie
     and no temperature overflows.
 
@@ -55,7 +65,9 @@ def sample(
         Generators (2014).
     """
     num_rows, num_columns = logits.shape
-    if num_columns == 0 or ids.dtype != torch.int64 or ids.shape not in ((num_columns,), (num_rows, num_columns)):
+    if num_columns == 0:
+        raise ValueError(f"sample: logits {list(logits.shape)} have no column")
+    if isinstance(ids, Tensor) and (ids.dtype != torch.int64 or ids.shape not in (logits.shape, logits.shape[1:])):
         raise ValueError(f"sample: ids {ids.dtype} {list(ids.shape)} do not fit logits {list(logits.shape)}")
     if temperature is not None or keys is not None:
         fits = temperature is not None and keys is not None and temperature.shape == keys.shape == (num_rows,)

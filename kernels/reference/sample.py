@@ -37,8 +37,15 @@ def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-def sample(logits: Tensor, ids: Tensor, temperature: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `dist_infer.kernels.sample.row_keys`."""
+    return draw(draw(torch.zeros_like(seeds), seeds), positions)
+
+
+def sample(logits: Tensor, ids: Tensor | int, temperature: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `dist_infer.kernels.sample.sample`."""
+    if isinstance(ids, int):
+        ids = torch.arange(ids, ids + logits.shape[1], device=logits.device)
     if temperature is None or keys is None:
         return _best(logits, ids)
     step = max(1, _NOISY_ELEMENTS // logits.shape[1])

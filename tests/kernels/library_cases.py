@@ -18,13 +18,22 @@ def library_cases(libraries: Iterable[Library[Any]], dtypes: Sequence[torch.dtyp
 
     On the CPU the interpreter runs the Triton libraries, which would refuse that device otherwise.
     """
-    cases = []
+    return [
+        pytest.param(library, device, dtype, marks=marks, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+        for library, device, marks, name in _places(libraries)
+        for dtype in dtypes
+        if library.is_available(Target(device=_CUDA, dtype=dtype)) is None
+    ]
+
+
+def library_devices(libraries: Iterable[Library[Any]]) -> list[Any]:
+    """(library, device): the same for tests that have a dtype of their own."""
+    return [pytest.param(library, device, marks=marks, id=name) for library, device, marks, name in _places(libraries)]
+
+
+def _places(libraries: Iterable[Library[Any]]) -> Iterable[tuple[Library[Any], str, Any, str]]:
     for library in libraries:
         for place in TRITON_DEVICES:
-            device = place.values[0]
+            device = str(place.values[0])
             marks = () if device == "cpu" and library.name != "triton" else place.marks
-            for dtype in dtypes:
-                if library.is_available(Target(device=_CUDA, dtype=dtype)) is None:
-                    name = f"{library.name}-{device}-{str(dtype).removeprefix('torch.')}"
-                    cases.append(pytest.param(library, device, dtype, marks=marks, id=name))
-    return cases
+            yield library, device, marks, f"{library.name}-{device}"

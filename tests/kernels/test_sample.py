@@ -8,11 +8,21 @@ from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.reference.sample import draw, gumbel_noise
-from dist_infer.kernels.sample import LIBRARIES, SampleFunction, row_keys, sample
+from dist_infer.kernels.sample import (
+    LIBRARIES,
+    ROW_KEYS_LIBRARIES,
+    RowKeysFunction,
+    SampleFunction,
+    row_keys,
+    sample,
+)
+from dist_infer.kernels.triton.sample import _best_of_parts
 from tests.devices import DEVICES
+from tests.kernels.aot import compile_ahead
+from tests.kernels.library_cases import library_cases, library_devices
 
 REFERENCE = LIBRARIES[-1]
-EVERY_LIBRARY = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+EVERY_LIBRARY = pytest.mark.parametrize(("library", "device"), library_devices(LIBRARIES))
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -55,14 +65,17 @@ def test_the_extreme_draws_give_finite_noise(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_keys_differ_by_seed_and_position() -> None:
+@pytest.mark.parametrize(("library", "device"), library_devices(ROW_KEYS_LIBRARIES))
+def test_keys_differ_by_seed_and_position(library: Library[RowKeysFunction], device: str) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]).repeat_interleave(1000)
-    assert len(set(row_keys(seeds, torch.arange(1000).repeat(5)).tolist())) == 5000
+    positions = torch.arange(1000).repeat(5)
+    keys = row_keys(seeds.to(device), positions.to(device), library=library)
+    assert len(set(keys.tolist())) == 5000
+    assert torch.equal(keys.cpu(), row_keys(seeds, positions))
+    assert row_keys(seeds[:0].to(device), positions[:0].to(device), library=library).shape == (0,)
 
 
-@EVERY_DEVICE
-@EVERY_LIBRARY
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(0, 5), (1, 1), (63, 129), (129, 63)])
 def test_shards_agree_with_the_whole(
     device: str, library: Library[SampleFunction], dtype: torch.dtype, num_rows: int, num_columns: int
@@ -70,6 +83,10 @@ def test_shards_agree_with_the_whole(
     generator = torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, num_columns, generator=generator).to(dtype).to(device)
     score, best = noisy(library, logits, seed=3)
+    if num_rows:
+        expected = noisy(REFERENCE, logits, seed=3)
+        assert torch.equal(best, expected[1])
+        torch.testing.assert_close(score, expected[0], rtol=1e-13, atol=1e-13)
     assert score.dtype == torch.float64 and best.dtype == torch.int64
     cut = num_columns // 3
     parts = [noisy(library, logits[:, :cut], 3)] if cut else []
@@ -79,21 +96,18 @@ def test_shards_agree_with_the_whole(
     assert torch.equal(ids.gather(0, scores.argmax(0, keepdim=True))[0], best)
 
 
-@EVERY_DEVICE
 @EVERY_LIBRARY
 def test_many_rows_draw_the_noise_of_one(device: str, library: Library[SampleFunction]) -> None:
-    """More elements than the noise of one go is drawn for."""
+    """More elements than the noise of one go is drawn for, and than a part of a row has."""
     logits = torch.zeros(40, 2**15, device=device)
     _, best = noisy(library, logits, seed=1)
-    ids = torch.arange(2**15, device=device)
     for row in (0, 31, 32, 39):
         keys = row_keys(torch.tensor([1], device=device), torch.tensor([row], device=device))
         one = torch.ones(1, dtype=torch.float64, device=device)
-        assert sample(logits[:1], ids, one, keys, library=library)[1] == best[row]
+        assert sample(logits[:1], 0, one, keys, library=library)[1] == best[row]
     assert len(set(best.tolist())) == 40
 
 
-@EVERY_DEVICE
 @EVERY_LIBRARY
 @pytest.mark.parametrize("shared_ids", [True, False])
 def test_ties_and_not_a_number(device: str, library: Library[SampleFunction], shared_ids: bool) -> None:
@@ -106,14 +120,12 @@ def test_ties_and_not_a_number(device: str, library: Library[SampleFunction], sh
     assert best.tolist() == [5, 6, 4, 4, 4] and scores.tolist() == [3, -5, -inf, inf, -inf]
 
 
-@EVERY_DEVICE
 @EVERY_LIBRARY
 def test_own_ids_need_no_order(device: str, library: Library[SampleFunction]) -> None:
     ids = torch.tensor([[9, 3, 4], [1, 9, 2]], device=device)
     assert sample(torch.zeros(2, 3, device=device), ids, library=library)[1].tolist() == [3, 1]
 
 
-@EVERY_DEVICE
 @EVERY_LIBRARY
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-12, 1e-5])
 def test_a_tiny_temperature_is_greedy(device: str, library: Library[SampleFunction], temperature: float) -> None:
@@ -122,6 +134,25 @@ def test_a_tiny_temperature_is_greedy(device: str, library: Library[SampleFuncti
     heat = torch.tensor([temperature], dtype=torch.float64, device=device)
     score, best = sample(logits, ids, heat, keys, library=library)
     assert best.tolist() == [1] and score.item() == pytest.approx(3, abs=1e-3)
+
+
+@EVERY_LIBRARY
+def test_columns_and_rows_may_lie_anywhere(device: str, library: Library[SampleFunction]) -> None:
+    """A part of wider rows, and candidates of shards side by side, which are a transposed float64 table."""
+    table = torch.randn(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = [row.index(max(row)) for row in table[:, 3:].tolist()]
+    assert sample(table[:, 3:], 10, library=library)[1].tolist() == [10 + column for column in expected]
+    ids = torch.arange(350, device=device).view(7, 50)
+    best = sample(table.t(), ids.t(), library=library)[1].tolist()
+    assert best == [50 * column.index(max(column)) + row for row, column in enumerate(table.t().tolist())]
+
+
+def test_ahead_of_time_loads_are_wide() -> None:
+    types = {"logits": "*bf16", "temperature": "*fp64", "keys": "*i64", "scores": "*fp64", "best_ids": "*i64"}
+    types |= {"num_columns": "i32:16", "part_len": "i32:16", "row_stride": "i32:16", "first_id": "i32"}
+    constexprs = {"ids": None, "column_stride": 1, "ids_stride": 0, "BLOCK": 1024}
+    made = compile_ahead(_best_of_parts, types, constexprs, num_warps=4)
+    assert "ld.global.v4.b32" in made.asm["ptx"] and made.spilled_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -141,5 +172,5 @@ def test_what_does_not_fit_is_refused(ids: Tensor, temperature: Tensor | None, k
 
 
 def test_no_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="sample: ids"):
+    with pytest.raises(ValueError, match="have no column"):
         sample(torch.zeros(2, 0), torch.arange(0), library=REFERENCE)
