@@ -52,6 +52,11 @@ class Collectives(Protocol):
         """Bytes that this rank has sent so far, by collective."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """All of these can run inside the capture of a CUDA graph and be replayed with it; the same on all ranks."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, bit-identical on all of them, never -0.0.
 
@@ -108,6 +113,7 @@ class SingleCollectives:
 
     rank = 0
     size = 1
+    capturable = True
 
     def __init__(self) -> None:
         self.wire_bytes = dict.fromkeys(_TAGS, 0)
@@ -115,7 +121,7 @@ class SingleCollectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Collectives."""
         _check_summable("all_reduce", x)
-        return ordered_sum([x])
+        return x + 0.0  # the ordered sum of one part: only -0.0 changes
 
     def all_gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """See Collectives."""
@@ -125,7 +131,7 @@ class SingleCollectives:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """See Collectives."""
         _check_scatter(x, sizes, size=1)
-        return ordered_sum([x])
+        return x + 0.0  # the ordered sum of one part: only -0.0 changes
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """See Collectives."""
@@ -140,6 +146,8 @@ class SingleCollectives:
 
 class TorchCollectives:
     """Collectives over a wire of torch.distributed. One caller at a time; on CUDA in the order of one stream."""
+
+    capturable = False
 
     def __init__(self, wire: Wire, *, axis: str, max_whole_bytes: int = 512 * 1024) -> None:
         """`max_whole_bytes`: the largest tensor that is reduced whole; the same number on all ranks."""

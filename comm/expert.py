@@ -74,6 +74,7 @@ class AllReduce:
 
     def __init__(self, mesh: Mesh, world: Collectives, *, num_experts: int) -> None:
         self._held = split_range(num_experts, mesh.ep, mesh.ep_rank)
+        self._holds_all = len(self._held) == num_experts
         self._world = world
 
     def plan(self, rank_tokens: Sequence[int], max_tokens: int | None, *, eager_prefill: bool = False) -> ChunkPlan:
@@ -85,14 +86,22 @@ class AllReduce:
     def run(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
         """See ExpertExchange."""
         rows = _real_rows(x, topk_ids, topk_weights, plan.rows(0))
-        parts = (rows.slice(plan.own(0, chunk)[0]).apply(experts, self._held) for chunk in range(plan.num_chunks))
+        parts = (self._apply(rows.slice(plan.own(0, chunk)[0]), experts) for chunk in range(plan.num_chunks))
         if plan.num_chunks == 1:
-            return self._world.all_reduce(_padded(list(parts), x))
+            return self._sum(_padded(list(parts), x))
         total = torch.zeros_like(x)
         for chunk, part in enumerate(parts):
             own, _ = plan.own(0, chunk)
             total[own.start : own.stop] = part
-        return self._world.all_reduce(total)
+        return self._sum(total)
+
+    def _apply(self, rows: ExpertRows, experts: Experts) -> Tensor:
+        if self._holds_all:  # ids count all experts and the held ones alike
+            return experts(rows.x, rows.ids, rows.weights)
+        return rows.apply(experts, self._held)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        return part if self._world.size == 1 else self._world.all_reduce(part)
 
 
 class ScatteredRows:

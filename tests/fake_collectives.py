@@ -33,6 +33,8 @@ class _Table:
 class FakeCollectives:
     """`Collectives` by the reference on lists; every rank is a thread."""
 
+    capturable = False
+
     def __init__(self, table: _Table, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size

@@ -31,11 +31,13 @@ class GroupRows:
         return (num_real - sum(self.sizes[: self.tp.rank])).clamp(0, self.sizes[self.tp.rank])
 
     def reduce(self, part: Tensor) -> Tensor:
-        """The rank's own rows of the sum over the group.
+        """The rank's own rows of the sum over the group; alone, the part is the sum, and a -0.0 stays one.
 
         Shapes: [T, D] -> [own rows, D].
         Ranks: collective over tp.
         """
+        if self.tp.size == 1:
+            return part
         return self.tp.all_reduce(part) if self.sizes is None else self.tp.reduce_scatter(part, self.sizes)
 
     def gather(self, own: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class LayerSetup:
     device: torch.device
     kernel_orders: Mapping[str, str] = field(default_factory=dict)
     on_choice: Callable[[str], None] = _ignore
+    graph_blockers: set[str] = field(default_factory=set)
     mesh: Mesh | None = None
     world: Collectives | None = None
     max_moe_tokens: int | None = None
@@ -52,7 +53,10 @@ class LayerSetup:
         target = Target(device=self.device, dtype=self.dtype, geometry=geometry)
         selection = resolve(op, libraries, target, self.kernel_orders.get(op, ""))
         self.on_choice(selection.explain())
-        return selection.pick()
+        library = selection.pick()
+        if not library.graph_safe:
+            self.graph_blockers.add(f"{op} by {library.name}")
+        return library
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter that the loader fills."""

@@ -101,13 +101,15 @@ class Decoder:
         mesh = setup.expert_mesh
         names = names or MoeNames()
         self.config = config
+        self._graph_blockers = setup.graph_blockers
         self._tp = setup.tp
+        self._world = setup.world or setup.tp
         self._exchange: ExpertExchange | None = None
         if config.moe is not None:
             check_experts(config.moe, mesh)
             self._exchange = open_expert_exchange(
                 mesh,
-                setup.world or setup.tp,
+                self._world,
                 setup.device,
                 num_experts=config.moe.num_experts,
                 top_k=config.moe.top_k,
@@ -126,6 +128,15 @@ class Decoder:
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = VocabHead(config.vocab_size, config.hidden_size, setup, tied_to=tied_to)
+
+    @property
+    def graph_blocker(self) -> str | None:
+        """Why a step of this model can't be captured in a graph; None where it can."""
+        if blockers := sorted(self._graph_blockers):
+            return f"{', '.join(blockers)} can't be captured"
+        if not (self._tp.capturable and self._world.capturable):
+            return "the collectives between these ranks can't be captured"
+        return None
 
     @property
     def vocab_range(self) -> range:

@@ -9,6 +9,7 @@ from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import UsageError
 from dist_infer.kernels import rms_norm as op
+from dist_infer.kernels.dispatch import Library
 from dist_infer.layers.setup import LayerSetup
 
 
@@ -25,7 +26,16 @@ def setup(orders: dict[str, str], lines: list[str]) -> LayerSetup:
 def test_choice_is_reported() -> None:
     lines: list[str] = []
     assert setup({}, lines).choose("rms_norm", op.LIBRARIES, hidden=4) in op.LIBRARIES
-    assert lines == ["rms_norm: torch"]
+    assert len(lines) == 1 and lines[0].startswith("rms_norm: torch")
+
+
+def test_what_no_graph_can_hold_is_kept() -> None:
+    safe, unsafe = (Library(name=name, function=max, graph_safe=name == "safe") for name in ("safe", "unsafe"))
+    made = setup({}, [])
+    made.choose("first", (safe, unsafe))
+    assert made.graph_blockers == set()
+    replace(made, dtype=torch.float32).choose("second", (unsafe, safe))
+    assert made.graph_blockers == {"second by unsafe"}
 
 
 def test_order_of_the_op_is_obeyed() -> None:
