@@ -111,12 +111,18 @@ def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int)
 
     Errors: UsageError when more was asked for than either allows.
     """
+    window = config.sliding_window or config.max_position_embeddings
     if asked is None:
-        return min(config.max_position_embeddings, num_kv_tokens)
+        return min(config.max_position_embeddings, window, num_kv_tokens)
     if asked > config.max_position_embeddings:
         raise UsageError(
             f"--max-model-len {asked} is more than the model's {config.max_position_embeddings} positions"
             " (max_position_embeddings of its config.json)"
+        )
+    if asked > window:
+        raise UsageError(
+            f"--max-model-len {asked} is more than the model's sliding window of {window} tokens: sequences longer than"
+            " the window are not supported"
         )
     if asked > num_kv_tokens:
         raise UsageError(

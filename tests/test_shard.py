@@ -1,5 +1,6 @@
 """A shard from folder to filled model, and what is refused before anything large is made."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,10 @@ def test_sequences_are_as_long_as_model_and_cache_allow(tmp_path: Path) -> None:
         max_model_len(config, 300, num_kv_tokens=100)
     with pytest.raises(UsageError, match=r"513.*512"):
         max_model_len(config, 513, num_kv_tokens=100)
+    windowed = replace(config, sliding_window=64)
+    assert max_model_len(windowed, None, num_kv_tokens=10_000) == max_model_len(windowed, 64, num_kv_tokens=64) == 64
+    with pytest.raises(UsageError, match=r"65 is more than the model's sliding window of 64 tokens"):
+        max_model_len(windowed, 65, num_kv_tokens=100)
 
 
 def test_kv_blocks_by_memory(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the families with experts, for the float64 oracle of tiny_models.
+"""Tiny random checkpoints of all families but Llama, for the float64 oracle of tiny_models.
 
 Weights are large, norms far from 1, and router biases large enough to change the choice. Numbers are odd where a family
 allows it: 5 or 6 experts, 3 KV groups, vocabularies and widths that no rank count divides.
@@ -57,6 +57,46 @@ _LATENT: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": 1e-5,
     }
 )
+DENSE_CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2": {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "hidden_size": 48,
+            "intermediate_size": 37,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+        },
+        "qwen3": {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "intermediate_size": 37,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "use_sliding_window": False,
+        },
+        "mistral": {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 37,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+)
+# with experts
 CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "deepseek-v3": {
@@ -153,7 +193,7 @@ def make_tiny(
     folder: Path, family: str, *, std: float = 0.25, seed: int = 0, mtp: bool = False, **changes: Any
 ) -> Path:
     """Writes a random model of a family as a Hugging Face folder; `mtp` adds tensors of a layer behind the last."""
-    hf_config = {**_COMMON, **CONFIGS[family], **changes}
+    hf_config = {**_COMMON, **(CONFIGS.get(family) or DENSE_CONFIGS[family]), **changes}
     model = build_model(
         parse_config(hf_config), tp=SingleCollectives(), dtype=torch.float64, device=torch.device("meta")
     )

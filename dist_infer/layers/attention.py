@@ -83,7 +83,7 @@ class Attention:
             setup=setup,
         )
         self.output = RowParallelLinear(
-            query.total, query.held, config.hidden_size, bias=config.attention_bias, setup=setup
+            query.total, query.held, config.hidden_size, bias=config.output_bias, setup=setup
         )
         self.qk_norm = make_qk_norm(config, shard, setup)
         self._interleaved = config.rope.interleaved

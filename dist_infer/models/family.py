@@ -83,6 +83,7 @@ def parse_decoder(
         rope=parsed_rope,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         attention_bias=fields.boolean("attention_bias", default=False),
+        output_bias=fields.boolean("attention_bias", default=False),
         mlp_bias=fields.boolean("mlp_bias", default=False),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ints("bos_token_id")), None),
@@ -101,16 +102,27 @@ def check_top_k(num_experts: int, top_k: int, *, num_groups: int = 1, num_kept_g
         raise UsageError(f"config.json: num_experts_per_tok {top_k} is more than the {eligible} experts to choose from")
 
 
-def refuse_sliding_window(fields: Fields, max_position_embeddings: int) -> None:
-    """A window that every sequence fits into changes nothing. Errors: UsageError for a smaller one."""
-    if fields.get("sliding_window") is None:
-        return
-    window = fields.positive_int("sliding_window")
-    if window < max_position_embeddings:
-        raise UsageError(
-            f"config.json: sliding_window {window} is less than max_position_embeddings {max_position_embeddings}:"
-            " attention over a window is not supported"
-        )
+def window_of_all_layers(fields: Fields, config: ModelConfig, *, default: int | None = None) -> int | None:
+    """The keys that a query sees at most, its own among them; None where every sequence fits into them."""
+    if not fields.is_written("sliding_window"):
+        window = default
+    elif fields.get("sliding_window") is None:
+        window = None
+    else:
+        window = fields.positive_int("sliding_window")
+    return window if window is not None and window < config.max_position_embeddings else None
+
+
+def optional_window(fields: Fields, config: ModelConfig) -> int | None:
+    """The same where `use_sliding_window` asks for it, in the layers from `max_window_layers` on or those named."""
+    if not fields.boolean("use_sliding_window", default=False):
+        return None
+    first = fields.count("max_window_layers", default=28)
+    if "sliding_attention" in fields.strings("layer_types") or (
+        fields.get("layer_types") is None and first < config.num_layers
+    ):
+        return window_of_all_layers(fields, config, default=4096)
+    return None
 
 
 def number_of_experts(fields: Fields, *names: str) -> int:

@@ -11,7 +11,7 @@ from dist_infer.models.family import (
     check_top_k,
     number_of_experts,
     parse_decoder,
-    refuse_sliding_window,
+    window_of_all_layers,
 )
 
 _DEFAULTS = Defaults(max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6, num_kv_heads=8)
@@ -20,7 +20,6 @@ _DEFAULTS = Defaults(max_position_embeddings=131072, rms_norm_eps=1e-5, rope_the
 def parse_mixtral(fields: Fields) -> ModelConfig:
     """Errors: UsageError naming the field."""
     config = parse_decoder(fields, "MixtralForCausalLM", _DEFAULTS)
-    refuse_sliding_window(fields, config.max_position_embeddings)
     moe = MoeConfig(
         num_experts=number_of_experts(fields, "num_local_experts", "num_experts"),
         top_k=fields.positive_int("num_experts_per_tok", default=2),
@@ -30,7 +29,7 @@ def parse_mixtral(fields: Fields) -> ModelConfig:
         renormalise=True,
     )
     check_top_k(moe.num_experts, moe.top_k)
-    return replace(config, moe=moe)
+    return replace(config, moe=moe, sliding_window=window_of_all_layers(fields, config))
 
 
 MIXTRAL = Family(

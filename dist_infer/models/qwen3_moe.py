@@ -9,8 +9,8 @@ from dist_infer.models.family import (
     Family,
     check_top_k,
     number_of_experts,
+    optional_window,
     parse_decoder,
-    refuse_sliding_window,
 )
 
 _DEFAULTS = Defaults(max_position_embeddings=32768, num_kv_heads=4)
@@ -19,8 +19,6 @@ _DEFAULTS = Defaults(max_position_embeddings=32768, num_kv_heads=4)
 def parse_qwen3_moe(fields: Fields) -> ModelConfig:
     """Errors: UsageError naming the field."""
     config = parse_decoder(fields, "Qwen3MoeForCausalLM", _DEFAULTS)
-    if fields.boolean("use_sliding_window", default=False):
-        refuse_sliding_window(fields, config.max_position_embeddings)
     moe = MoeConfig(
         num_experts=number_of_experts(fields, "num_experts", "num_local_experts"),
         top_k=fields.positive_int("num_experts_per_tok", default=8),
@@ -30,7 +28,7 @@ def parse_qwen3_moe(fields: Fields) -> ModelConfig:
         renormalise=fields.boolean("norm_topk_prob", default=False),
     )
     check_top_k(moe.num_experts, moe.top_k)
-    return replace(config, qk_norm="head", moe=moe)
+    return replace(config, qk_norm="head", moe=moe, sliding_window=optional_window(fields, config))
 
 
 def _moe_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:

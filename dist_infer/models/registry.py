@@ -17,10 +17,13 @@ from dist_infer.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from dist_infer.models.family import Family
 from dist_infer.models.llama import LLAMA
 from dist_infer.models.minimax_m2 import MINIMAX_M2
+from dist_infer.models.mistral import MISTRAL
 from dist_infer.models.mixtral import MIXTRAL
+from dist_infer.models.qwen2 import QWEN2
+from dist_infer.models.qwen3 import QWEN3
 from dist_infer.models.qwen3_moe import QWEN3_MOE
 
-_FAMILIES = (LLAMA, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, MINIMAX_M2)
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, MINIMAX_M2)
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _FAMILIES})
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in get_args(DType)})
 

@@ -1,6 +1,5 @@
 """Tiny random Llamas against transformers in float64: at every tp size, with every option of the family."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,11 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
-from dist_infer.comm.mesh import split_heads
 from dist_infer.errors import UsageError
-from dist_infer.kv_cache import KVCache
-from dist_infer.runner import Runner
-from tests.batches import Part, make_batch
 from tests.fake_collectives import run_group
+from tests.greedy_batch import greedy_batch
 from tests.tiny_models import LLAMA3_ROPE, LiftedOracle, fill, load_tiny_model, make_tiny_llama, safetensors_torch
 
-BLOCK_SIZE = 8
 NUM_TOKENS = 10
 PROMPTS = [[7], [(5 * i * i + 3) % 131 for i in range(17)], [(11 * i + i * i) % 131 for i in range(63)]]
 
@@ -39,40 +34,11 @@ def expected(checkpoint: Path) -> list[tuple[list[int], Tensor]]:
     return [oracle.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-def generate(folder: Path) -> Callable[[Collectives], tuple[list[list[int]], Tensor]]:
-    """Greedy tokens of all prompts in one batch, and the logits [prompt, token, V] that they were chosen from."""
-
-    def main(tp: Collectives) -> tuple[list[list[int]], Tensor]:
-        model = load_tiny_model(folder, tp)
-        shard = split_heads(model.config.num_heads, model.config.num_kv_heads, tp.size, tp.rank)
-        device = torch.device("cpu")
-        kv_cache = KVCache(model.config, shard, 10 * len(PROMPTS), BLOCK_SIZE, torch.float64, device)
-        runner = Runner(model, kv_cache, max_num_seqs=len(PROMPTS), device=device)
-        # Pages far apart and out of order: sequence s has s, s + 3, ... from the end.
-        pages = [list(range(seq, kv_cache.num_blocks, len(PROMPTS)))[::-1] for seq in range(len(PROMPTS))]
-        seqs = [list(prompt) for prompt in PROMPTS]
-        rows = []
-        for step in range(NUM_TOKENS):
-            parts = [
-                Part(token_ids=seq if step == 0 else seq[-1:], start=0 if step == 0 else len(seq) - 1, pages=own)
-                for seq, own in zip(seqs, pages, strict=True)
-            ]
-            logits = runner.run(runner.prepare(make_batch(parts, block_size=BLOCK_SIZE)))
-            assert logits.shape == (len(seqs), len(model.vocab_range))
-            rows.append(tp.all_gather(logits.T.contiguous()).T)
-            for seq, token_id in zip(seqs, rows[-1].argmax(1).tolist(), strict=True):
-                seq.append(token_id)
-        tokens = [seq[len(prompt) :] for seq, prompt in zip(seqs, PROMPTS, strict=True)]
-        return tokens, torch.stack(rows, 1)
-
-    return main
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 def test_tokens_and_logits_equal_the_oracle(
     checkpoint: Path, expected: list[tuple[list[int], Tensor]], tp_size: int
 ) -> None:
-    results = run_group(tp_size, generate(checkpoint))
+    results = run_group(tp_size, greedy_batch(checkpoint, PROMPTS, NUM_TOKENS))
     for tokens, logits in results:
         assert tokens == [tokens for tokens, _ in expected]
         assert torch.equal(logits, results[0][1])

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from dist_infer.errors import UsageError
 from dist_infer.models.registry import parse_config
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -71,6 +70,6 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 def test_a_window_matters_only_when_it_is_used() -> None:
-    parse_config({**QWEN3_30B_A3B, "sliding_window": 4096})
-    with pytest.raises(UsageError, match="sliding_window 4096 is less than max_position_embeddings 40960"):
-        parse_config({**QWEN3_30B_A3B, "sliding_window": 4096, "use_sliding_window": True})
+    for used, layers, window in ((False, 0, None), (True, 0, 4096), (True, 48, None)):
+        change = {"sliding_window": 4096, "use_sliding_window": used, "max_window_layers": layers}
+        assert parse_config({**QWEN3_30B_A3B, **change}).sliding_window == window

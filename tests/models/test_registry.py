@@ -119,7 +119,7 @@ def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"architectures \['GPT2LMHeadModel'\] is not supported; supported: LlamaForCausalLM, MixtralForCausalLM",
+            r"architectures \['GPT2LMHeadModel'\] is not supported; supported: LlamaForCausalLM, MistralForCausalLM",
         ),
         ({"architectures": [], "model_type": "gpt2"}, "model_type 'gpt2' is not known; supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swish"),
