@@ -33,6 +33,12 @@ def rms_norm(
     Errors: ValueError for shapes or dtypes that differ.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
+    check_inputs(x, weight, residual)
+    return library.function(x, weight, eps, residual)
+
+
+def check_inputs(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Errors: ValueError for shapes or dtypes that differ."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype != x.dtype:
         raise ValueError(
             f"rms_norm: x {x.dtype} {list(x.shape)} does not fit weight {weight.dtype} {list(weight.shape)}"
@@ -41,4 +47,3 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: residual {residual.dtype} {list(residual.shape)} differs from x {x.dtype} {list(x.shape)}"
         )
-    return library.function(x, weight, eps, residual)

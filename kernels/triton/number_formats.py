@@ -203,8 +203,11 @@ def store_row(
     A block must not be cut: COLUMNS and first_column are multiples of its length.
     """
     if FORMAT == "fp8":
-        column = first_column + tl.arange(0, COLUMNS)
-        tl.store(data + row * WIDTH + column, encode_fp8(values, scale), mask=column < WIDTH)
+        # Another shape than the caller's: a store of bytes would widen the layout in which it adds up a row
+        WIDE: tl.constexpr = min(COLUMNS, 16)
+        encoded = tl.reshape(encode_fp8(values, scale), (COLUMNS // WIDE, WIDE))
+        column = first_column + tl.arange(0, COLUMNS // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        tl.store(data + row * WIDTH + column, encoded, mask=column < WIDTH)
     else:
         BLOCK: tl.constexpr = block_len(FORMAT)
         NUM_BLOCKS: tl.constexpr = COLUMNS // BLOCK
