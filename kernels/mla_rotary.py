@@ -1,4 +1,4 @@
-"""Rotary embedding of latent attention, fused with the write into the latent cache.
+"""Rotary embedding of latent attention, fused with the latent's norm and the write into the latent cache.
 
 T tokens, N heads, P plain and R rotated channels, L latent, C slots of the cache.
 """
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.mla_rotary import mla_rotary as reference_mla_rotary
 
 
@@ -20,6 +20,8 @@ class MlaRotaryFunction(Protocol):
         q: Tensor,
         latent: Tensor,
         key: Tensor,
+        weight: Tensor,
+        eps: float,
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
@@ -30,13 +32,23 @@ class MlaRotaryFunction(Protocol):
         ...
 
 
-LIBRARIES: tuple[Library[MlaRotaryFunction], ...] = (Library(name="torch", function=reference_mla_rotary),)
+LIBRARIES: tuple[Library[MlaRotaryFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.mla_rotary", "mla_rotary"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_mla_rotary),
+)
 
 
 def mla_rotary(
     q: Tensor,
     latent: Tensor,
     key: Tensor,
+    weight: Tensor,
+    eps: float,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -45,12 +57,13 @@ def mla_rotary(
     interleaved: bool,
     library: Library[MlaRotaryFunction],
 ) -> Tensor:
-    """The queries with their last R channels rotated; [latent, rotated key] goes to `slots` of the cache, -1 nowhere.
+    """The queries with their last R channels rotated; [normed latent, rotated key] goes to `slots` of the cache.
 
-    Pairs are halves, or neighbours when `interleaved`, and stay where they are; rotation as in `rotary`.
+    Slot -1 is written nowhere. The norm is that of `rms_norm`, rounded once. Pairs are halves, or neighbours when
+    `interleaved`, and stay where they are; rotation as in `rotary`. A library may turn `q` where it stands.
 
-    Shapes: q [T, N, P + R], latent [T, L], key [T, R], cos and sin [T, R / 2] float32 (float64 for float64), slots [T]
-        int64, cache [C, L + R] -> [T, N, P + R].
+    Shapes: q [T, N, P + R], latent [T, L], key [T, R], weight [L], cos and sin [T, R / 2] float32 (float64 for
+        float64), slots [T] int64, cache [C, L + R] -> [T, N, P + R].
     Errors: ValueError for shapes or dtypes that don't fit. A slot outside the cache is the caller's fault.
     Source: DeepSeek-AI, DeepSeek-V2 (2024).
     """
@@ -65,11 +78,14 @@ def mla_rotary(
         and cache.shape[1] == latent.shape[1] + rotated_dim
         and cos.shape == sin.shape == (num_tokens, rotated_dim // 2)
         and slots.shape == (num_tokens,)
+        and weight.shape == latent.shape[1:]
     )
     if not fits:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, latent, key, cos, sin, slots, cache))
-        raise ValueError(f"mla_rotary: shapes of q, latent, key, cos, sin, slots, cache don't fit: {shapes}")
-    if not (q.dtype == latent.dtype == key.dtype == cache.dtype and cos.dtype == sin.dtype == angle_dtype):
-        dtypes = ", ".join(str(x.dtype) for x in (q, latent, key, cos, sin, cache))
-        raise ValueError(f"mla_rotary: dtypes of q, latent, key, cos, sin, cache don't fit: {dtypes}")
-    return library.function(q, latent, key, cos, sin, slots, cache, interleaved)
+        shapes = ", ".join(str(list(x.shape)) for x in (q, latent, key, weight, cos, sin, slots, cache))
+        raise ValueError(f"mla_rotary: shapes of q, latent, key, weight, cos, sin, slots, cache don't fit: {shapes}")
+    if not (
+        q.dtype == latent.dtype == key.dtype == weight.dtype == cache.dtype and cos.dtype == sin.dtype == angle_dtype
+    ):
+        dtypes = ", ".join(str(x.dtype) for x in (q, latent, key, weight, cos, sin, cache))
+        raise ValueError(f"mla_rotary: dtypes of q, latent, key, weight, cos, sin, cache don't fit: {dtypes}")
+    return library.function(q, latent, key, weight, eps, cos, sin, slots, cache, interleaved)

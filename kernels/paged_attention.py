@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.paged_attention import plan_paged_attention as reference_plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,7 +27,15 @@ class PlanFunction(Protocol):
         ...
 
 
-LIBRARIES: tuple[Library[PlanFunction], ...] = (Library(name="torch", function=reference_plan),)
+LIBRARIES: tuple[Library[PlanFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.paged_attention", "plan_paged_attention"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_plan),
+)
 
 
 def plan_paged_attention(step: PagedStep, *, num_kv_heads: int, scale: float, library: Library[PlanFunction]) -> Attend:
@@ -35,8 +43,10 @@ def plan_paged_attention(step: PagedStep, *, num_kv_heads: int, scale: float, li
 
     Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t; its own key is among them, so
     it has been written before. Query head n reads KV head n // (N / K). Scores, softmax and the sum are in float32
-    (float64 for float64), one rounding. A sequence with kv_len 0 gives zeros. What lies in pages beyond kv_len, or in
-    pages of other sequences, never shows.
+    (float64 for float64), one rounding; a library may round the softmax weights too, to the dtype of the values. A
+    sequence with kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
+
+    In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
     Shapes: q [T, N, H], caches [C, K, H] -> out [T, N, H], contiguous.
     Errors: ValueError when a sequence has fewer keys than queries (other than none) or more than its pages hold, and

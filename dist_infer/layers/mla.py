@@ -73,7 +73,7 @@ class MlaAttention:
             self.query_norm = RmsNorm(mla.q_lora_rank, mla.norm_eps, setup)
         self.down = ColumnParallelLinear(config.hidden_size, down, bias=config.attention_bias, setup=setup)
         self.query = ColumnParallelLinear(mla.q_lora_rank or config.hidden_size, (query,), bias=False, setup=setup)
-        self.latent_norm = RmsNorm(mla.kv_lora_rank, mla.norm_eps, setup)
+        self.latent_weight = setup.empty(mla.kv_lora_rank)
         expanded = _head_rows("kv_b_proj", config, heads, mla.qk_nope_head_dim + mla.v_head_dim)
         self._expanded_rows = expanded
         self.kv_b = setup.empty(len(heads), mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
@@ -98,12 +98,12 @@ class MlaAttention:
             source, _ = self.query_norm(down[:, : mla.q_lora_rank])
             down = down[:, mla.q_lora_rank :]
         q = self.query(source).view(len(hidden), self._num_heads, mla.qk_head_dim)
-        latent, _ = self.latent_norm(down[:, : mla.kv_lora_rank])
-        key = down[:, mla.kv_lora_rank :]
         q = rotary_op.mla_rotary(
             q,
-            latent,
-            key,
+            down[:, : mla.kv_lora_rank],
+            down[:, mla.kv_lora_rank :],
+            self.latent_weight,
+            mla.norm_eps,
             step.cos,
             step.sin,
             step.slots,
@@ -119,8 +119,8 @@ class MlaAttention:
         yield from self.query.weight_slots(prefix)
         if self._mla.q_lora_rank is not None:
             yield from self.query_norm.weight_slots(f"{prefix}q_a_layernorm.")
-        yield from self.latent_norm.weight_slots(f"{prefix}kv_a_layernorm.")
         rows, rank = self._expanded_rows, self._mla.kv_lora_rank
+        yield WeightSlot(f"{prefix}kv_a_layernorm.weight", (rank,), (range(rank),), self.latent_weight)
         yield WeightSlot(
             f"{prefix}{rows.name}.weight", (rows.total, rank), (rows.held, range(rank)), self.kv_b.view(-1, rank)
         )

@@ -3,15 +3,26 @@
 import torch
 from torch import Tensor
 
+from dist_infer.kernels.reference.rms_norm import rms_norm
 from dist_infer.kernels.reference.rotary import rotate, write_rows
 
 
 def mla_rotary(
-    q: Tensor, latent: Tensor, key: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, interleaved: bool
+    q: Tensor,
+    latent: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    interleaved: bool,
 ) -> Tensor:
     """See `dist_infer.kernels.mla_rotary.mla_rotary`."""
     plain_dim = q.shape[2] - key.shape[1]
     turned = rotate(q[..., plain_dim:], cos, sin, interleaved=interleaved)
     turned_key = rotate(key[:, None], cos, sin, interleaved=interleaved)[:, 0]
-    write_rows(cache, slots, torch.cat([latent, turned_key], 1))
+    normed, _ = rms_norm(latent, weight, eps, None)
+    write_rows(cache, slots, torch.cat([normed, turned_key], 1))
     return torch.cat([q[..., :plain_dim], turned], -1)

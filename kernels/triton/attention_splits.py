@@ -1,0 +1,118 @@
+"""Attention of few queries on many keys: the keys of a sequence are split over programs, whose results are merged.
+
+How many splits there may be depends on host bounds alone, so that a captured launch stays right; how long they are, and
+so how many are used, depends on each sequence's own length on the device. Each split leaves its weighted sum of values,
+not yet divided, with the largest of its scores and the sum of its weights. Scores are in base 2.
+
+S sequences, N query heads, V value channels, P splits.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SPLITS = 128
+_INTERPRETED_PROGRAMS = 24  # fill the "device" on which the interpreter runs
+
+
+def choose_num_splits(
+    num_programs: int, max_kv_len: int, keys: int, device: torch.device, *, per_processor: int
+) -> int:
+    """Splits that make `num_programs` unsplit programs fill the device, but none shorter than `keys`.
+
+    `per_processor` is how many programs run beside each other on a multiprocessor.
+    """
+    room = _INTERPRETED_PROGRAMS if device.type == "cpu" else per_processor * _num_processors(device)
+    return max(1, min(room // max(num_programs, 1), -(-max_kv_len // keys), MAX_SPLITS))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class SplitResults:
+    """Room for what the splits leave; without splits there is none.
+
+    Shapes: total [S, N, P, V], largest and weight_sum [S, N, P], float32.
+    """
+
+    def __init__(self, like: Tensor, num_seqs: int, num_heads: int, num_splits: int, value_dim: int) -> None:
+        shape = (num_seqs, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
+        self.total = torch.empty(*shape, value_dim, dtype=torch.float32, device=like.device)
+        self.largest, self.weight_sum = torch.empty(2, *shape, dtype=torch.float32, device=like.device).unbind()
+
+    def merge(self, out: Tensor, query_start: Tensor, kv_lens: Tensor, keys: int) -> None:
+        """Writes the rows of sequences that were split; `keys` is what lengths of splits are a multiple of.
+
+        Shapes: out [T, N, V] contiguous.
+        """
+        num_seqs, num_heads, num_splits, value_dim = self.total.shape
+        if num_splits == 0:
+            return
+        splits_block = max(16, triton.next_power_of_2(num_splits))
+        _merge_kernel[(num_heads, num_seqs)](
+            self.total,
+            self.largest,
+            self.weight_sum,
+            out,
+            query_start,
+            kv_lens,
+            num_heads,
+            num_splits,
+            VALUE_DIM=value_dim,
+            KEYS=keys,
+            SPLITS_BLOCK=splits_block,
+            DIM_BLOCK=min(128, triton.next_power_of_2(value_dim)),
+            num_warps=4 if splits_block <= 32 else 8,
+        )
+
+
+@triton.jit
+def split_length(kv_len, num_splits, KEYS: tl.constexpr):
+    """Keys of each split but the last."""
+    return tl.cdiv(tl.cdiv(kv_len, num_splits), KEYS) * KEYS
+
+
+@triton.jit
+def count_queries(query_start, seq):
+    return tl.load(query_start + seq + 1) - tl.load(query_start + seq)
+
+
+@triton.jit
+def _merge_kernel(
+    split_total,
+    split_largest,
+    split_weight_sum,
+    out,
+    query_start,
+    kv_lens,
+    num_heads,
+    num_splits,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    head, seq = tl.program_id(0), tl.program_id(1)
+    kv_len = tl.load(kv_lens + seq)
+    length = split_length(kv_len, num_splits, KEYS)
+    if (kv_len <= length) | (count_queries(query_start, seq) != 1):
+        return
+    split = tl.arange(0, SPLITS_BLOCK)
+    used = split * length < kv_len
+    at = (seq.to(tl.int64) * num_heads + head) * num_splits + split
+    largest = tl.load(split_largest + at, mask=used, other=-float("inf"))
+    factor = tl.exp2(largest - tl.max(largest, 0))
+    factor /= tl.sum(factor * tl.load(split_weight_sum + at, mask=used, other=0.0), 0)
+    row = (tl.load(query_start + seq).to(tl.int64) * num_heads + head) * VALUE_DIM
+    for start in tl.static_range(0, VALUE_DIM, DIM_BLOCK):
+        dim = start + tl.arange(0, DIM_BLOCK)
+        inside = dim < VALUE_DIM
+        read = used[:, None] & inside[None, :]
+        part = tl.load(split_total + at[:, None] * VALUE_DIM + dim[None, :], mask=read, other=0.0)
+        merged = tl.sum(part * factor[:, None], 0)
+        tl.store(out + row + dim, merged.to(out.dtype.element_ty), mask=inside)

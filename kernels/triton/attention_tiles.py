@@ -1,0 +1,30 @@
+"""Attention of many queries: tiles of queries, dealt to programs from the host's lengths, longest first."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.carriers import PagedStep
+
+
+def plan_tiles(step: PagedStep, queries: int) -> Tensor | None:
+    """(sequence, first query) of each tile of up to `queries` queries; sequences of one query have none.
+
+    The tiles with the most keys come first, so that the last programs to run are short.
+
+    Shapes: -> [tiles, 2] int32 on the step's device; None without any.
+    Stream: the current one; the host waits for nothing.
+    """
+    query_lens = np.diff(step.host_query_start)
+    counts = np.where(query_lens > 1, -(-query_lens // queries), 0)
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    if not len(seqs):
+        return None
+    first = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+    num_keys = step.host_kv_lens[seqs] - query_lens[seqs] + first
+    order = np.argsort(-num_keys, kind="stable")
+    tiles = torch.from_numpy(np.stack([seqs, first], 1)[order].astype(np.int32))
+    device = step.kv_lens.device
+    if device.type == "cuda":
+        tiles = tiles.pin_memory()  # torch keeps it until the copy is done
+    return tiles.to(device, non_blocking=True)
