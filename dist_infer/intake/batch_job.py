@@ -39,6 +39,7 @@ class BatchJob:
         num_failed_before: int = 0,
         progress: ProgressView | None = None,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._lines = lines
         self._answers = answers
@@ -49,6 +50,7 @@ class BatchJob:
         self._run_seed = run_seed
         self._progress = progress
         self._now = now
+        self._clock = clock
         self._open: dict[int, OpenChoice] = {}
         self._aborts: list[int] = []  # ended here by a stop string; the pool does not know yet
         self._digests: dict[int, str] = {}  # by line, of those that have no record yet
@@ -104,13 +106,15 @@ class BatchJob:
         num_before = choice.num_tokens
         choice.take(output)
         self.num_output_tokens += choice.num_tokens - num_before
+        if not num_before and choice.num_tokens:
+            choice.request.saw_tokens(self._clock())
         if choice.finish_reason is None and output.finish_reason is None:
             return
         del self._open[output.request_id]
         if output.finish_reason is None:
             self._aborts.append(output.request_id)
         if choice.request.complete:  # never with a choice that was given back: a later run takes the line up
-            self._answer(choice.request.answer())
+            self._answer(choice.request.answer(self._clock()))
 
     def fail_open(self, message: str) -> None:
         """Answer every open request with an error record (rule 19)."""
@@ -180,7 +184,13 @@ class BatchJob:
         return self._text.encode_completion(str(parsed.prompt))
 
     def _remember(self, requests: Sequence[Request], parsed: ParsedRequest) -> None:
-        entry = OpenRequest(parsed, prompt_len=len(requests[0].prompt_ids), created=int(self._now()), text=self._text)
+        entry = OpenRequest(
+            parsed,
+            prompt_len=len(requests[0].prompt_ids),
+            created=int(self._now()),
+            text=self._text,
+            read_s=self._clock(),
+        )
         self._open |= {request.request_id: choice for request, choice in zip(requests, entry.choices, strict=True)}
 
     def _answer(self, outcome: Outcome) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 from dist_infer.intake.detokenizer import Detokenizer
 from dist_infer.intake.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from dist_infer.intake.protocol import ParsedRequest
-from dist_infer.intake.records import Answer, Choice
+from dist_infer.intake.records import Answer, Choice, Timings
 from dist_infer.intake.sampling_fields import SamplingFields
 from dist_infer.intake.stop_strings import StopStrings
 from dist_infer.intake.text import TextCodec
@@ -15,12 +15,16 @@ from dist_infer.types import StepOutput, TokenScore
 class OpenRequest:
     """A line of input and the choices that it waits for."""
 
-    def __init__(self, parsed: ParsedRequest, *, prompt_len: int, created: int, text: TextCodec | None) -> None:
+    def __init__(
+        self, parsed: ParsedRequest, *, prompt_len: int, created: int, text: TextCodec | None, read_s: float = 0.0
+    ) -> None:
         self.parsed = parsed
         self.choices = [OpenChoice(self, text) for _ in range(parsed.sampling.n)]
         self.prompt_scores: list[TokenScore] = []
         self._prompt_len = prompt_len
         self._created = created
+        self._read_s = read_s
+        self._first_token_s: float | None = None
         self._text = text
 
     @property
@@ -28,7 +32,12 @@ class OpenRequest:
         """All choices have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def answer(self) -> Answer:
+    def saw_tokens(self, now_s: float) -> None:
+        """Tokens have come, by the clock of `read_s`."""
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+
+    def answer(self, now_s: float) -> Answer:
         """Its record, once it is complete."""
         parsed, choices = self.parsed, tuple(choice.as_record() for choice in self.choices)
         has_scores = parsed.sampling.prompt_logprobs is not None
@@ -40,8 +49,13 @@ class OpenRequest:
             prompt_len=self._prompt_len,
             completion_len=sum(choice.num_tokens for choice in self.choices),
             created=self._created,
+            timings=self._timings(now_s),
             prompt_logprobs=prompt_logprobs(self.prompt_scores, self._text) if has_scores else None,
         )
+
+    def _timings(self, now_s: float) -> Timings:
+        first_s = now_s if self._first_token_s is None else self._first_token_s
+        return Timings(first_token_s=first_s - self._read_s, total_s=now_s - self._read_s)
 
 
 class OpenChoice:

@@ -1,11 +1,11 @@
 """What became of a line -> its record in the output: OpenAI's batch output form, strict JSON, one line each.
 
 Source: the OpenAI batch output, chat-completion and completion objects; token_ids, stop_reason and prompt_logprobs as
-vLLM spells them.
+vLLM spells them; timings are our own.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from dist_infer.errors import RequestError
@@ -32,6 +32,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """When something came of a request. Units: seconds since its line was read."""
+
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A request that was served. `prompt_logprobs` are given where it asked for them."""
 
@@ -42,6 +50,7 @@ class Answer:
     prompt_len: int
     completion_len: int  # of all choices; counts end-of-sequence tokens
     created: int  # seconds since 1970
+    timings: Timings | None = None
     prompt_logprobs: list[JsonObject | None] | None = None
     digest: str = ""
 
@@ -113,6 +122,8 @@ def _completion(answer: Answer, model: str) -> JsonObject:
             "total_tokens": answer.prompt_len + answer.completion_len,
         },
     }
+    if answer.timings is not None:
+        body["timings"] = {name: round(value, 6) for name, value in asdict(answer.timings).items()}
     if is_chat and answer.prompt_logprobs is not None:
         body["prompt_logprobs"] = answer.prompt_logprobs
     return body

@@ -37,6 +37,7 @@ class Desk:
         data = [line if isinstance(line, bytes) else _text(line).encode() for line in lines]
         (folder / "in.jsonl").write_bytes(b"\n".join(data))
         self.out = folder / "out.jsonl"
+        self.now_s = 100.0
         files = JobFiles.open(FileOptions(input_path=str(folder / "in.jsonl"), output_path=str(self.out), seed=0))
         files.begin({})
         if tokenizer:
@@ -52,6 +53,7 @@ class Desk:
             run_seed=0,
             progress=progress,
             now=lambda: 1700000000.9,
+            clock=lambda: self.now_s,
         )
 
     def ids(self, text: str) -> tuple[int, ...]:
@@ -88,8 +90,10 @@ def test_a_completion_from_line_to_record(tmp_path: Path) -> None:
     assert request.prompt_ids == desk.ids("Once upon")
     assert request.sampling.stop_token_ids == (END,)
     answer = desk.ids(" a 🙂time")
+    desk.now_s = 102.5
     for token_id in answer:
         desk.job.deliver(StepOutput(request_id=request.request_id, token_ids=(token_id,)))
+        desk.now_s = 107.5
     assert desk.records() == {}
     finish(desk.job, request, (END,), "stop")
     assert desk.choice("a") == {
@@ -103,6 +107,7 @@ def test_a_completion_from_line_to_record(tmp_path: Path) -> None:
     assert body["usage"]["completion_tokens"] == len(answer) + 1
     assert body["usage"]["prompt_tokens"] == len(request.prompt_ids)
     assert (body["created"], body["model"]) == (1700000000, "tiny")
+    assert body["timings"] == {"first_token_s": 2.5, "total_s": 7.5}
     assert desk.job.num_output_tokens == len(answer) + 1
 
 

@@ -59,6 +59,7 @@ def open_job(files: JobFiles) -> BatchJob:
         run_seed=files.seed,
         num_failed_before=files.num_failed,
         now=lambda: 0.0,
+        clock=lambda: 0.0,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dist_infer.intake.open_request import OpenChoice, OpenRequest
 from dist_infer.intake.protocol import ParsedRequest
-from dist_infer.intake.records import Choice
+from dist_infer.intake.records import Choice, Timings
 from dist_infer.intake.sampling_fields import SamplingFields
 from dist_infer.intake.text import TextCodec, open_text
 from dist_infer.types import FinishReason, StepOutput, TokenScore
@@ -126,10 +126,10 @@ def test_scores_of_the_prompt_come_in_parts(text: TextCodec) -> None:
     first.take(StepOutput(request_id=0, token_ids=(7,), prompt_scores=(TokenScore(6, -2.0, 3),)))
     feed(first, (8,), "length")
     with pytest.raises(ValueError, match="not ended"):
-        request.answer()
+        request.answer(0.0)
     feed(second, (8, 9), "length")
     assert request.complete
-    answer = request.answer()
+    answer = request.answer(0.0)
     assert answer.completion_len == 4 and answer.prompt_len == 3
     assert answer.prompt_logprobs is not None
     assert [None if entry is None else list(entry) for entry in answer.prompt_logprobs] == [None, ["5"], ["6"]]
@@ -138,3 +138,13 @@ def test_scores_of_the_prompt_come_in_parts(text: TextCodec) -> None:
 def test_a_choice_that_goes_on_has_no_record(text: TextCodec) -> None:
     with pytest.raises(ValueError, match="not ended"):
         open_one(text).choices[0].as_record()
+
+
+def test_times_count_from_the_reading_of_the_line() -> None:
+    parsed = ParsedRequest(line=1, custom_id="a", endpoint="completion", sampling=SamplingFields(n=2))
+    request = OpenRequest(parsed, prompt_len=3, created=0, text=None, read_s=100.0)
+    request.saw_tokens(102.0)
+    request.saw_tokens(103.0)
+    for choice in request.choices:
+        feed(choice, (4, 5), "length")
+    assert request.answer(107.5).timings == Timings(first_token_s=2.0, total_s=7.5)

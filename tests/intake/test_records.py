@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 from dist_infer.errors import RequestError
-from dist_infer.intake.records import Answer, Choice, Failure, Outcome, Refusal, encode_record
+from dist_infer.intake.records import Answer, Choice, Failure, Outcome, Refusal, Timings, encode_record
 
 ANSWER = Answer(
     line=4,
@@ -114,3 +114,9 @@ def test_failure_has_no_response() -> None:
 def test_half_a_surrogate_pair_in_a_field_name_stays_strict_json() -> None:
     refused = record(Refusal(line=1, custom_id="line-1", error=RequestError("x", param="\ud800\n")))
     assert refused["response"]["body"]["error"]["param"] == "\ud800\n"
+
+
+def test_timings_stand_beside_the_usage() -> None:
+    assert "timings" not in record(ANSWER)["response"]["body"]
+    timed = replace(ANSWER, timings=Timings(first_token_s=0.12345678, total_s=2.0))
+    assert record(timed)["response"]["body"]["timings"] == {"first_token_s": 0.123457, "total_s": 2.0}
