@@ -9,12 +9,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device, *, sharers: int) -> int:
-    """Free memory of the device; host memory is shared evenly by the `sharers` ranks of this host.
+    """Free memory of the device, or of the host; `sharers` ranks share it evenly.
 
     Ranks: local; a snapshot, so ranks agree on their minimum.
     """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.mem_get_info(device)[0]) // sharers
     return min(_free_of_host(_MEMINFO), _free_of_cgroup(_CGROUP)) // sharers
 
 

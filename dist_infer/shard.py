@@ -97,13 +97,17 @@ def load_shard(
     return Shard(model=model, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
 
 
-def num_kv_blocks(plan: ShardPlan, *, block_size: int, memory_fraction: float, sharers: int) -> int:
+def num_kv_blocks(
+    plan: ShardPlan, *, block_size: int, memory_fraction: float, sharers: int, reserved_bytes: int = 0
+) -> int:
     """KV blocks that fit into this share of the memory that is free now; the ranks agree on their minimum.
+
+    `sharers` ranks share the memory; `reserved_bytes` is what steps of this rank take beside the cache.
 
     Errors: UsageError when not even one fits.
     """
-    memory_bytes = int(free_bytes(plan.device, sharers=sharers) * memory_fraction)
-    return num_blocks_for(memory_bytes, plan.config, plan.heads, block_size, plan.dtype)
+    free = free_bytes(plan.device, sharers=sharers) - reserved_bytes
+    return num_blocks_for(max(0, int(free * memory_fraction)), plan.config, plan.heads, block_size, plan.dtype)
 
 
 def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int) -> int:

@@ -46,7 +46,11 @@ def show_config(context: typer.Context) -> str:
 def engine_values(context: typer.Context) -> dict[str, Any]:
     """The fields of EngineOptions as this call gives them."""
     given = context.params
-    renamed = {"prefix_cache": not given["no_prefix_cache"], "step_timeout_s": given["step_timeout"]}
+    renamed = {
+        "prefix_cache": not given["no_prefix_cache"],
+        "step_timeout_s": given["step_timeout"],
+        "graph_batch_sizes": options.parse_sizes(given["graph_batch_sizes"]),
+    }
     names = (field.name for field in fields(EngineOptions))
     return {name: renamed[name] if name in renamed else given[name] for name in names}
 
@@ -128,6 +132,19 @@ KVMemoryFraction = Annotated[
 ]
 NoPrefixCache = Annotated[
     bool, typer.Option("--no-prefix-cache", help="Compute every prompt anew, reuse no KV blocks.")
+]
+GraphBatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--graph-batch-sizes",
+        metavar="N,N,...",
+        help="Numbers of sequences for which a decode step is captured as a CUDA graph; a batch takes the next larger "
+        "one. [default: 1, 2, 4, 8 and more, up to --max-num-seqs]",
+    ),
+]
+Eager = Annotated[bool, typer.Option("--eager", help="Launch decode steps kernel by kernel, without CUDA graphs.")]
+ShareGPU = Annotated[
+    bool, typer.Option("--share-gpu", help="Let several ranks have one GPU: slow, for tests of layouts.")
 ]
 DType = Annotated[
     options.DTypeOption,

@@ -86,6 +86,9 @@ def bench(
     num_kv_blocks: arguments.NumKVBlocks = None,
     kv_memory_fraction: arguments.KVMemoryFraction = None,
     no_prefix_cache: arguments.NoPrefixCache = False,
+    graph_batch_sizes: arguments.GraphBatchSizes = None,
+    eager: arguments.Eager = False,
+    share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
     device: arguments.Device = "auto",
     seed: Annotated[
@@ -122,6 +125,7 @@ def bench(
         if environment.speaks:
             typer.echo(arguments.show_config(context), nl=False)
         return 0
+    environment.export(os.environ)
     # The one import inside a function: it brings torch and MPI, which --help and wrong options must not wait for.
     from dist_infer.cli.bench_run import run_bench
 

@@ -27,7 +27,10 @@ from dist_infer.types import Request
 def run_bench(options: BenchOptions, environment: Environment) -> int:
     """The exit code of the job, the same on every rank."""
     return run_world(
-        partial(_bench, options, environment), device=options.device, step_timeout_s=options.step_timeout_s
+        partial(_bench, options, environment),
+        device=options.device,
+        step_timeout_s=options.step_timeout_s,
+        share_gpu=options.share_gpu,
     )
 
 
@@ -49,8 +52,8 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
     summary.mark("open")
     shard = load_model(options, plan, world, dummy_seed=seed)
     summary.mark("load")
-    config = agree_on_limits(options, plan, world)
-    runner = make_step_runner(plan, shard, config, world)
+    config = agree_on_limits(options, plan, shard, world)
+    runner = make_step_runner(options, plan, shard, config, world)
     job = stage(
         world, "make the requests", lambda: _make_job(options, plan, config, summary) if world.rank == 0 else None
     )

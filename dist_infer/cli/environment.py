@@ -1,6 +1,6 @@
 """What the environment says to the command line: who launched this process, and where caches go."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,14 @@ class Environment:
     def speaks(self) -> bool:
         """This process tells the user what all ranks have found: rank 0, as far as one can know before MPI starts."""
         return self.launcher is None or self.launcher.rank == 0
+
+    def export(self, env: MutableMapping[str, str]) -> None:
+        """Set what libraries read from `env` when they are loaded, unless the user has: the place of compiled kernels,
+        and an allocator of device memory that doesn't break it into pieces.
+        """
+        env.setdefault("TRITON_CACHE_DIR", str(self.cache_dir / "triton"))
+        if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name of the other
+            env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> "Environment":

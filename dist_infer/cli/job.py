@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 def run_job(options: RunOptions, environment: Environment) -> int:
     """The exit code of the job, the same on every rank."""
     return run_world(
-        partial(_serve, options, environment), device=options.device, step_timeout_s=options.step_timeout_s
+        partial(_serve, options, environment),
+        device=options.device,
+        step_timeout_s=options.step_timeout_s,
+        share_gpu=options.share_gpu,
     )
 
 
@@ -59,9 +62,9 @@ def _serve_files(
     summary.mark("open")
     shard = load_model(options, plan, world, dummy_seed=seed)
     summary.mark("load")
-    config = agree_on_limits(options, plan, world)
+    config = agree_on_limits(options, plan, shard, world)
     stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
-    step_runner = make_step_runner(plan, shard, config, world)
+    step_runner = make_step_runner(options, plan, shard, config, world)
     progress = open_progress(
         under_launcher=environment.launcher is not None, answers_on_stdout=options.output in (None, "-")
     )

@@ -56,6 +56,9 @@ class EngineOptions:
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
     prefix_cache: bool = True
+    graph_batch_sizes: tuple[int, ...] | None = None
+    eager: bool = False
+    share_gpu: bool = False
     dtype: DTypeOption = "auto"
     device: DeviceOption = "auto"
     seed: int | None = None  # None: a fresh one, or that of the run that is resumed
@@ -76,6 +79,7 @@ class EngineOptions:
             raise UsageError(f"--seed is {self.seed}; it must fit into 64 bits")
         if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
             raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
+        self._check_graphs()
         if self.load_format == "dummy" and self.model is None:
             raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
         if self.model == "":
@@ -88,6 +92,17 @@ class EngineOptions:
                 raise UsageError(
                     f"{_spelling(field.name)} is {getattr(self, field.name)!r}; it must be one of {choices}"
                 )
+
+    def _check_graphs(self) -> None:
+        sizes = self.graph_batch_sizes or ()
+        if sizes and self.eager:
+            raise UsageError("--eager uses no graphs and --graph-batch-sizes asks for some; give one of them")
+        wrong = [size for size in sizes if not 1 <= size <= self.max_num_seqs]
+        if wrong:
+            raise UsageError(
+                f"--graph-batch-sizes has {wrong[0]}; each must be from 1 to --max-num-seqs, which is"
+                f" {self.max_num_seqs}"
+            )
 
     def _check_counts(self) -> None:
         for field in fields(self):
@@ -167,3 +182,16 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise UsageError(f"--shard is {text!r}; it must be K/N, for example 2/8 for the second of 8 parts")
     return int(parts[0]), int(parts[1])
+
+
+def parse_sizes(text: str | None) -> tuple[int, ...] | None:
+    """Numbers with commas between them, ascending, none twice.
+
+    Errors: UsageError.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise UsageError(f"--graph-batch-sizes is {text!r}; it must be numbers such as 1,2,4,8")
+    return tuple(sorted({int(part) for part in parts}))

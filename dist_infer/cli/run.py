@@ -72,6 +72,9 @@ def run(
     num_kv_blocks: arguments.NumKVBlocks = None,
     kv_memory_fraction: arguments.KVMemoryFraction = None,
     no_prefix_cache: arguments.NoPrefixCache = False,
+    graph_batch_sizes: arguments.GraphBatchSizes = None,
+    eager: arguments.Eager = False,
+    share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
     device: arguments.Device = "auto",
     seed: arguments.Seed = None,
@@ -113,6 +116,7 @@ def run(
             typer.echo(arguments.show_config(context), nl=False)
         return 0
     options.check_launcher(environment.launcher.name if environment.launcher else None)
+    environment.export(os.environ)
     # The one import inside a function: it brings torch and MPI, which --help and wrong options must not wait for.
     from dist_infer.cli.job import run_job
 

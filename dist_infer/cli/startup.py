@@ -3,8 +3,13 @@
 Each stage ends with a vote, so that a rank that fails in it is named by all instead of being waited for.
 """
 
-from collections.abc import Callable
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
+
+import torch
 
 from dist_infer.checkpoint.folder import open_model_folder
 from dist_infer.checkpoint.model_path import find_model
@@ -12,12 +17,19 @@ from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
+from dist_infer.decode_inputs import DecodeInputs
+from dist_infer.graphs import CudaCapture, DecodeGraphs, default_sizes
+from dist_infer.kernels import sample as sample_op
+from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kv_cache import KVCache
 from dist_infer.launch.world import World
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
 from dist_infer.step_runner import StepRunner
+from dist_infer.warmup import measure_bytes, warm_up
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,43 +84,165 @@ def load_model(options: EngineOptions, plan: ShardPlan, world: World, *, dummy_s
     )
 
 
-def agree_on_limits(options: EngineOptions, plan: ShardPlan, world: World) -> SchedulerConfig:
+def agree_on_limits(options: EngineOptions, plan: ShardPlan, shard: Shard, world: World) -> SchedulerConfig:
     """The limits of the schedulers; the ranks hold one number of KV blocks, the least that any of them has room for.
+
+    On a GPU the largest step is run to see what it leaves for them.
 
     Ranks: collective over the world.
     """
-    fraction = options.kv_memory_fraction or DEFAULT_KV_MEMORY_FRACTION[plan.device.type]
+    num_blocks = options.num_kv_blocks
+    if num_blocks is None:
+        reserved_bytes = 0
+        if plan.device.type == "cuda":
+            reserved_bytes = _measure(options, plan, shard, world)
+            gc.collect()
+            torch.cuda.empty_cache()
+        fraction = options.kv_memory_fraction or DEFAULT_KV_MEMORY_FRACTION[plan.device.type]
 
-    def own_blocks() -> int:
-        if options.num_kv_blocks is not None:
-            return options.num_kv_blocks
-        return num_kv_blocks(plan, block_size=options.block_size, memory_fraction=fraction, sharers=world.local_size)
+        def own_blocks() -> int:
+            return num_kv_blocks(
+                plan,
+                block_size=options.block_size,
+                memory_fraction=fraction,
+                sharers=_memory_sharers(world),
+                reserved_bytes=reserved_bytes,
+            )
 
-    (num_blocks,) = world.all_min([stage(world, "size the KV cache", own_blocks)])
+        (num_blocks,) = world.all_min([stage(world, "size the KV cache", own_blocks)])
+    return stage(world, "limits", lambda: _limits(options, plan, num_kv_blocks=num_blocks))
+
+
+def _memory_sharers(world: World) -> int:
+    """Ranks that share the memory of this rank's device."""
+    if world.device.type == "cpu":
+        return world.local_size
+    return -(-world.local_size // torch.cuda.device_count()) if world.gpu_shared else 1
+
+
+def _limits(options: EngineOptions, plan: ShardPlan, *, num_kv_blocks: int) -> SchedulerConfig:
+    num_kv_tokens = num_kv_blocks * options.block_size
+    return SchedulerConfig(
+        max_model_len=max_model_len(plan.config, options.max_model_len, num_kv_tokens=num_kv_tokens),
+        max_num_seqs=options.max_num_seqs,
+        max_num_tokens=options.max_num_tokens,
+        block_size=options.block_size,
+        num_kv_blocks=num_kv_blocks,
+        prefix_cache=options.prefix_cache,
+        depth=1 if plan.device.type == "cuda" else 0,
+    )
+
+
+def _measure(options: EngineOptions, plan: ShardPlan, shard: Shard, world: World) -> int:
+    """Bytes that steps take beside parameters and cache. Ranks: collective over the world."""
+    sizes, _ = _graph_sizes(options, plan, shard, world)
+    # The longest sequence that the model allows, on a cache of one block: steps of the warm-up write nothing.
+    limits = _limits(options, plan, num_kv_blocks=2**40)
+    runner = stage(
+        world,
+        "make a runner to measure",
+        lambda: _build_runner(plan, shard, replace(limits, num_kv_blocks=1), world, sizes[-2:]),
+    )
     return stage(
         world,
-        "limits",
-        lambda: SchedulerConfig(
-            max_model_len=max_model_len(
-                plan.config, options.max_model_len, num_kv_tokens=num_blocks * options.block_size
-            ),
-            max_num_seqs=options.max_num_seqs,
-            max_num_tokens=options.max_num_tokens,
-            block_size=options.block_size,
-            num_kv_blocks=num_blocks,
-            prefix_cache=options.prefix_cache,
-            depth=1 if plan.device.type == "cuda" else 0,
+        "measure the largest step",
+        lambda: measure_bytes(
+            runner,
+            limits,
+            plan.device,
+            world_size=world.size,
+            num_graphs=len(sizes),
+            on_progress=world.watchdog.progress,
         ),
     )
 
 
-def make_step_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, world: World) -> StepRunner:
-    """Model, KV cache and sampler as the engine drives them. Ranks: collective over the world."""
+def make_step_runner(
+    options: EngineOptions, plan: ShardPlan, shard: Shard, config: SchedulerConfig, world: World
+) -> StepRunner:
+    """Model, KV cache and sampler as the engine drives them, on a GPU warmed up and with graphs.
 
-    def make_runner() -> Runner:
-        kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
-        return Runner(shard.model, kv_cache, max_num_seqs=config.max_num_seqs, device=plan.device)
+    Ranks: collective over the world.
+    """
+    sizes, reason = _graph_sizes(options, plan, shard, world)
+    runner = stage(world, "make the KV cache", lambda: _build_runner(plan, shard, config, world, sizes))
+    if plan.device.type != "cuda":
+        return runner
+    progress = world.watchdog.progress
+    if sizes:
+        capture = CudaCapture(plan.device)
+        stage(
+            world,
+            "capture graphs",
+            lambda: runner.capture(capture, on_size=lambda size: progress(f"graph of {size}")),
+        )
+    stage(world, "warm up", lambda: warm_up(runner, config, world_size=world.size, on_progress=progress))
+    if world.rank == 0:
+        _announce(sizes, reason)
+    return runner
 
-    runner = stage(world, "make the KV cache", make_runner)
-    tp = world.communicators(plan.mesh).tp
-    return StepRunner(runner, Sampler(tp, shard.model.vocab_range, plan.config.vocab_size))
+
+def _graph_sizes(
+    options: EngineOptions, plan: ShardPlan, shard: Shard, world: World
+) -> tuple[tuple[int, ...], str | None]:
+    """Rows of the decode graphs, none and the reason where steps run eagerly; all ranks do the same.
+
+    Ranks: collective over the world.
+    """
+    reason = shard.model.graph_blocker
+    if plan.device.type != "cuda":
+        reason = "graphs need a GPU"
+    elif options.eager:
+        reason = "--eager"
+    elif reason is None and not _sample_library(plan).graph_safe:
+        reason = f"sample by {_sample_library(plan).name} can't be captured"
+    (all_can,) = world.all_min([int(reason is None)])
+    if not all_can:
+        return (), reason or "another rank can't capture graphs"
+    return options.graph_batch_sizes or default_sizes(options.max_num_seqs), None
+
+
+def _announce(sizes: Sequence[int], reason: str | None) -> None:
+    if reason is not None:
+        _log.warning("decode steps are launched kernel by kernel: %s", reason)
+        return
+    _log.info(
+        "decode steps of up to %d sequences are replayed as graphs of %s; top-k, top-p, min-p, edits and scores are"
+        " computed behind them, kernel by kernel",
+        sizes[-1],
+        ", ".join(map(str, sizes)),
+    )
+
+
+def _sample_library(plan: ShardPlan) -> Library[sample_op.SampleFunction]:
+    target = Target(device=plan.device, dtype=plan.dtype, geometry={"vocabulary": plan.config.vocab_size})
+    return resolve("sample", sample_op.LIBRARIES, target).pick()
+
+
+def _build_runner(
+    plan: ShardPlan, shard: Shard, config: SchedulerConfig, world: World, graph_sizes: Sequence[int]
+) -> StepRunner:
+    """Ranks: local."""
+    kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
+    decode_inputs = None
+    if plan.device.type == "cuda":
+        decode_inputs = DecodeInputs(
+            max_num_seqs=config.max_num_seqs,
+            max_pages=-(-config.max_model_len // config.block_size),
+            block_size=config.block_size,
+            device=plan.device,
+        )
+    runner = Runner(
+        shard.model,
+        kv_cache,
+        max_num_seqs=config.max_num_seqs,
+        device=plan.device,
+        decode_inputs=decode_inputs,
+    )
+    sampler = Sampler(
+        world.communicators(plan.mesh).tp,
+        shard.model.vocab_range,
+        plan.config.vocab_size,
+        sample_library=_sample_library(plan),
+    )
+    return StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)

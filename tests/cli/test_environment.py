@@ -70,3 +70,14 @@ def test_a_relative_cache_folder_stays_where_the_job_was_started(
 def test_no_place_for_caches_is_named() -> None:
     with pytest.raises(UsageError, match="DIST_INFER_CACHE"):
         Environment.read({})
+
+
+def test_libraries_find_their_variables() -> None:
+    environment = Environment(launcher=None, cache_dir=Path("/cache"))
+    env: dict[str, str] = {}
+    environment.export(env)
+    assert env == {"TRITON_CACHE_DIR": "/cache/triton", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    chosen = {"TRITON_CACHE_DIR": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    env = dict(chosen)
+    environment.export(env)
+    assert env == chosen

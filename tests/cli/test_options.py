@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from dist_infer.cli.options import STDIN_NAMES, RunOptions, parse_shard
+from dist_infer.cli.options import STDIN_NAMES, RunOptions, parse_shard, parse_sizes
 from dist_infer.errors import UsageError
 
 
@@ -29,6 +29,9 @@ def test_defaults() -> None:
         ({"kv_memory_fraction": 1.5}, "--kv-memory-fraction is 1.5"),
         ({"kv_memory_fraction": float("nan")}, "--kv-memory-fraction is nan"),
         ({"kv_memory_fraction": 0.5, "num_kv_blocks": 4}, "give one of them"),
+        ({"graph_batch_sizes": (1, 65)}, "--graph-batch-sizes has 65; .* --max-num-seqs, which is 64"),
+        ({"graph_batch_sizes": (0, 2)}, "--graph-batch-sizes has 0"),
+        ({"graph_batch_sizes": (1,), "eager": True}, "--eager uses no graphs"),
         ({"step_timeout_s": 0.0}, "--step-timeout is 0"),
         ({"step_timeout_s": float("inf")}, "--step-timeout is inf"),
         ({"step_timeout_s": float("nan")}, "--step-timeout is nan"),
@@ -78,3 +81,11 @@ def test_standard_input_is_refused_under_a_launcher(name: str) -> None:
 
 def test_a_file_is_fine_under_a_launcher() -> None:
     RunOptions(input="in", output="out").check_launcher("mpirun")
+
+
+def test_sizes_of_graphs() -> None:
+    assert parse_sizes(None) is None
+    assert parse_sizes("8,1, 4,4") == (1, 4, 8)
+    for wrong in ("", "1,", "1;2", "-1", "1.5", "9" * 11):
+        with pytest.raises(UsageError, match="--graph-batch-sizes is"):
+            parse_sizes(wrong)

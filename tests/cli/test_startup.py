@@ -39,7 +39,7 @@ def test_the_stages_make_a_runner(world: World, model: Path) -> None:
     options = EngineOptions(model=str(model), num_kv_blocks=5, block_size=8, max_num_seqs=3)
     plan = plan_model(options, Environment(launcher=None, cache_dir=model), world)
     shard = load_model(options, plan, world, dummy_seed=0)
-    config = agree_on_limits(options, plan, world)
+    config = agree_on_limits(options, plan, shard, world)
     assert (config.num_kv_blocks, config.max_model_len, config.depth) == (5, 40, 0)
-    step_runner = make_step_runner(plan, shard, config, world)
+    step_runner = make_step_runner(options, plan, shard, config, world)
     assert step_runner.prepare(Batch.dummy()).batch.num_tokens == 1
