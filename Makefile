@@ -30,16 +30,25 @@ CHOICE := $(shell printf '%s' '$(TORCH) $(MPI)' | cksum | cut -d ' ' -f 1)
 RUN_STAMP = $(VENV)/.run-$(CHOICE)
 TEST_STAMP = $(VENV)/.test-$(CHOICE)
 
-.PHONY: help demo test check soak results oracle model wheel clean
+# what the tests with a real Slurm and in network namespaces need from Debian
+SLURM_PACKAGES = slurm-wlm slurm-wlm-basic-plugins munge libpmix2 libpmix-dev
+HOST_PACKAGES = iproute2 shellcheck
+
+.PHONY: help demo test test-slurm check soak results oracle model wheel clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
 demo: $(RUN_STAMP) ## two ranks answer three prompts with a real model and prove it
 	$(VENV)/bin/python tests/demo.py $(if $(MODEL),--model '$(MODEL)')
 
 test: $(TEST_STAMP) ## all tests that this machine can run
+	.ci/install-packages --quietly $(SLURM_PACKAGES) $(HOST_PACKAGES)
 	$(VENV)/bin/pytest
+
+test-slurm: $(TEST_STAMP) ## the scripts of slurm/ on a throw-away Slurm; installs it where root may (Debian)
+	.ci/install-packages $(SLURM_PACKAGES) $(HOST_PACKAGES)
+	$(VENV)/bin/pytest tests/test_slurm.py
 
 check: $(TEST_STAMP) ## style, types, import contracts
 	$(VENV)/bin/ruff check
@@ -48,6 +57,7 @@ check: $(TEST_STAMP) ## style, types, import contracts
 	$(VENV)/bin/lint-imports
 
 soak: $(TEST_STAMP) ## the long grids and trials
+	.ci/install-packages --quietly $(SLURM_PACKAGES) $(HOST_PACKAGES)
 	$(VENV)/bin/pytest -m soak || { [ $$? = 5 ] && echo 'no test is marked soak yet'; }
 
 results: $(RUN_STAMP) ## benchmarks/results.md from benchmarks/results/*.json
@@ -78,4 +88,5 @@ $(RUN_STAMP): $(FILES) | $(VENV)/bin/python
 
 $(TEST_STAMP): $(RUN_STAMP)
 	$(PIP) $(CONSTRAINTS) -e '.[test,dev]'
+	$(PIP) -c constraints.txt --no-deps --prefix $(VENV)/mpich mpich # a second MPI for some tests, out of mpi4py's sight
 	touch $@

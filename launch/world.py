@@ -39,6 +39,7 @@ from dist_infer.launch import preflight
 from dist_infer.launch.channel import Broadcaster, LocalControl, Mailbox, MpiControl
 from dist_infer.launch.devices import DeviceChoice, choose_device, device_identity, find_device_fault, shared_gpus
 from dist_infer.launch.failure import Alarm, FailureRecord, VotedError, death, describe, headline
+from dist_infer.launch.guard import Guard
 from dist_infer.launch.interface import find_address, own_addresses
 from dist_infer.launch.preflight import Surroundings
 from dist_infer.launch.signals import StopSignals, die_with_parent
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 START_TIMEOUT_S = 120.0
-FINALIZE_TIMEOUT_S = 20.0
+FINALIZE_TIMEOUT_S = 15.0
 
 _STORE_TIMEOUT_S = 60.0
 _TASK_TAG = 3
@@ -66,6 +67,7 @@ class World:
         self._step_timeout_s = step_timeout_s
         self._alarm = Alarm()
         self._closed = False
+        self._guard = Guard(None)
         self._communicators: dict[tuple[Mesh, Backend | None], Communicators] = {}
         self.host = socket.gethostname()
         self.device = torch.device("cpu")
@@ -96,27 +98,36 @@ class World:
     ) -> Self:
         """Start this rank. Without a launcher in `env` (default: the process's) it is a world of one without MPI.
 
-        Ranks: collective over the world. What is not over after `start_timeout_s` ends with the stacks and code 1:
-        a rank that ended before it came here leaves the others waiting inside MPI_Init.
+        Ranks: collective over the world. A rank that ended before it came here would leave the others waiting inside
+        MPI_Init: the guard sees it if it was on the same host; what is not over after `start_timeout_s` ends with the
+        stacks and code 1.
         Errors: UsageError from preflight, on each rank that has the problem; VotedError on all ranks.
         """
-        around = Surroundings(env=dict(os.environ if env is None else env))
+        around = Surroundings(env=dict(os.environ if env is None else env), device=device)
         preflight.require(around)
         if around.launcher.kind == "none":
             world = cls(None, step_timeout_s=step_timeout_s)
-            world._start(device, share_gpu)
+            world._start(around, share_gpu)
             return world
         die_with_parent()
+        launcher = around.launcher
+        guard = Guard.start(
+            rank=launcher.rank,
+            host=socket.gethostname(),
+            rank_variable=launcher.rank_variable,
+            local_size=launcher.local_size,
+        )
         with _deadline(start_timeout_s):
             world = cls(_start_mpi(around), step_timeout_s=step_timeout_s)
-            world._start(device, share_gpu)
+            world._guard = guard
+            world._start(around, share_gpu)
         return world
 
-    def _start(self, device: DeviceChoice, share_gpu: bool) -> None:
+    def _start(self, around: Surroundings, share_gpu: bool) -> None:
         self.signals.install()
         atexit.register(self._leave_early)
         try:
-            reports = self.vote("start-up", *self._join(device))
+            reports = self.vote("start-up", *self._join(around))
             fault = find_device_fault(reports, share_gpu=share_gpu)
             if fault is not None:
                 raise VotedError(fault, ExitCode.USAGE, speaker=self.rank == 0)
@@ -127,11 +138,12 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def _join(self, device: DeviceChoice) -> tuple[Exception | None, dict[str, object]]:
+    def _join(self, around: Surroundings) -> tuple[Exception | None, dict[str, object]]:
         """Everything that may fail on this rank alone; it still takes part in what all ranks do together."""
         failed: Exception | None = None
         try:
-            self.device = choose_device(device, self.local_rank)
+            preflight.require(replace(around, local_size=self.local_size))
+            self.device = choose_device(around.device, self.local_rank)
         except UsageError as error:
             failed = error
         try:
@@ -234,6 +246,7 @@ class World:
         Ranks: collective over the world. Where `control.farewell` was called already, `code` is everybody's.
         """
         codes = [code] if self._alarm.over else self.control.farewell(code)
+        self._guard.leaving()
         return worst_exit_code(codes)
 
     def close(self) -> None:
@@ -244,6 +257,7 @@ class World:
 
     def _shut(self) -> None:
         self._closed = True
+        self._guard.leaving()
         atexit.unregister(self._leave_early)
         self.watchdog.stop()
         self.signals.close()
@@ -253,6 +267,7 @@ class World:
                 close_process_groups()
             if self._comm is not None:
                 _finalize_mpi()
+        self._guard.stop()
         self.store = None  # rank 0's serves the others, who have left by now
 
     def __enter__(self) -> Self:

@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
 
 from dist_infer.checkpoint.cache_folder import open_private_folder
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.findings import AFTER_START, Finding, show
 from dist_infer.errors import ExitCode, UsageError
+from dist_infer.launch.host_checks import HOST_CHECKS, Host
+from dist_infer.launch.mpirun import find_launcher
 from dist_infer.launch.preflight import CHECKS, Surroundings
 
 _PACKAGES = {  # that some jobs need, and what for
@@ -28,6 +31,8 @@ def doctor() -> int:
     """
     environment = Environment.read(os.environ)
     findings = [*find_surroundings(Surroundings(env=os.environ)), find_cache(environment), *find_packages()]
+    if environment.launcher is None:
+        findings += find_host(os.environ)
     if environment.speaks:
         show(findings)
     if any(finding.wrong for finding in findings):
@@ -42,6 +47,19 @@ def find_surroundings(around: Surroundings) -> list[Finding]:
     """The checks that `run` executes before it starts MPI."""
     found = [(check.name, check.find(around)) for check in CHECKS if check.name not in AFTER_START]
     return [Finding(name, wrong=str(problem) if problem else "") for name, problem in found]
+
+
+def find_host(env: Mapping[str, str]) -> list[Finding]:
+    """What would keep an mpirun from starting ranks here; a job of one process needs none."""
+    try:
+        launcher = find_launcher(env=env)
+    except UsageError as error:
+        return [Finding("mpirun", note=str(error))]
+    host = Host(launcher=launcher, env=env)
+    found = [(name, find(host)) for name, find in HOST_CHECKS]
+    return [Finding("mpirun", detail=launcher.path)] + [
+        Finding(name, note=str(problem) if problem else "") for name, problem in found
+    ]
 
 
 def find_cache(environment: Environment) -> Finding:

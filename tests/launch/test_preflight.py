@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from dist_infer.errors import UsageError
-from dist_infer.launch.preflight import CHECKS, LauncherEnv, Surroundings, require
+from dist_infer.launch.preflight import CHECKS, LauncherEnv, Surroundings, find_problem, require
 
 OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2\nMPICH ABI: 17"
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
@@ -25,7 +25,7 @@ SHELL_IN_JOB = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2"}
         (SRUN_PMIX, OPEN_MPI, 2),
         (SRUN_PMI2, MPICH, 2),
         (SHELL_IN_JOB | MPIRUN, OPEN_MPI, 2),
-        (SHELL_IN_JOB | {"OMPI_COMM_WORLD_SIZE": "1"}, OPEN_MPI, 1),
+        (SHELL_IN_JOB | {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, OPEN_MPI, 1),
         ({"SLURM_NTASKS": "1"}, None, None),
     ],
     ids=["alone", "mpirun", "hydra", "srun pmix", "srun pmi2", "mpirun in a job", "one rank in a job", "one task"],
@@ -40,6 +40,8 @@ def test_right_surroundings_pass(env: dict[str, str], library: str | None, size:
     ("env", "library", "size", "what", "fix"),
     [
         ({"PMIX_RANK": "0"}, None, None, "PMIX_RANK is set", "env -u PMIX_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, None, "not Open MPI's mpirun started", "env -u OMPI_COMM_WORLD_SIZE"),
+        (HYDRA | {"PMI_FD": "987"}, None, None, "not MPICH's mpirun started", "env -u PMI_RANK"),
         (STEP, None, None, "srun started 2 tasks without MPI", "srun --mpi=pmix"),
         (SHELL_IN_JOB, None, None, "has 2 tasks, but the process was started without", "srun --mpi=pmix"),
         (MPIRUN, MPICH, None, "Open MPI's mpirun started this process, but mpi4py loads MPICH", "MPI4PY_LIBMPI"),
@@ -72,10 +74,52 @@ def test_a_launcher_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launcher_of_the_environment() -> None:
-    assert LauncherEnv.read({}) == LauncherEnv(kind="none", rank=0, size=None)
-    assert LauncherEnv.read(MPIRUN) == LauncherEnv(kind="openmpi", rank=1, size=2)
-    assert LauncherEnv.read(HYDRA) == LauncherEnv(kind="pmi", rank=1, size=2)
-    assert LauncherEnv.read(SRUN_PMIX) == LauncherEnv(kind="pmix", rank=1, size=2)
+    assert LauncherEnv.read({}) == LauncherEnv(kind="none")
+    here = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert LauncherEnv.read(here) == LauncherEnv(
+        kind="openmpi", rank=1, size=2, local_size=2, rank_variable="OMPI_COMM_WORLD_RANK"
+    )
+    assert LauncherEnv.read(HYDRA | {"MPI_LOCALNRANKS": "2"}) == LauncherEnv(
+        kind="pmi", rank=1, size=2, local_size=2, rank_variable="PMI_RANK"
+    )
+    node = {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,3"}
+    for step, kind, variable in ((SRUN_PMIX, "pmix", "PMIX_RANK"), (SRUN_PMI2, "pmi", "PMI_RANK")):
+        launcher = LauncherEnv.read(step | node)
+        assert (launcher.kind, launcher.size, launcher.local_size, launcher.rank_variable) == (kind, 2, 3, variable)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "-1", "0", "3,1", "1,0", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-1,GPU-2"]
+)
+def test_lists_of_gpus_as_cuda_reads_them_pass(value: str) -> None:
+    assert find_problem(Surroundings(env={"CUDA_VISIBLE_DEVICES": value})) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [("0,0", "'0'"), ("0,", "''"), ("gpu0", "'gpu0'"), ("0;1", "'0;1'"), ("0,GPU-1", "mixes")]
+)
+def test_lists_of_gpus_that_cuda_cuts_short_are_refused(value: str, what: str) -> None:
+    problem = str(find_problem(Surroundings(env={"CUDA_VISIBLE_DEVICES": value})))
+    assert what in problem and "nvidia-smi -L" in problem
+    assert find_problem(Surroundings(env={"CUDA_VISIBLE_DEVICES": value}, device="cpu")) is None
+
+
+def test_a_small_shared_memory_is_refused_where_ranks_share_a_host() -> None:
+    here = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    assert find_problem(Surroundings(env=here, free_shm_bytes=128 << 20)) is None
+    assert find_problem(Surroundings(env=here, free_shm_bytes=None)) is None
+    assert find_problem(Surroundings(env={}, free_shm_bytes=0)) is None
+    problem = str(find_problem(Surroundings(env=here, free_shm_bytes=64 << 20)))
+    assert "has 64 MiB free; 8 ranks of one host need 128 MiB" in problem and "--shm-size" in problem
+
+
+def test_ranks_of_a_slurm_job_packed_on_one_node_are_refused() -> None:
+    job = MPIRUN | {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert find_problem(Surroundings(env=job, local_size=2)) is None
+    problem = str(find_problem(Surroundings(env=job, local_size=4)))
+    assert "4 ranks are on one host, but this Slurm job has 2 nodes of 2 tasks" in problem
+    assert "--map-by ppr:2:node" in problem
+    assert find_problem(Surroundings(env=job | {"SLURM_JOB_NUM_NODES": "1"}, local_size=4)) is None
 
 
 def test_check_names_are_unique() -> None:
