@@ -9,12 +9,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.moe_experts import moe_experts as reference_moe_experts
 
 MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (Library(name="torch", function=reference_moe_experts),)
+LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.moe_experts", "moe_experts"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_moe_experts),
+)
 
 
 def moe_experts(

@@ -50,7 +50,7 @@ def measure(rank: int, store: HashStore, dtype: torch.dtype, limit: int | None) 
 
     def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         most.append((int((ids >= 0).sum()), len(x)))
-        return moe_experts(x, ids, weights, gate_up, down, library=LIBRARIES[0])
+        return moe_experts(x, ids, weights, gate_up, down, library=LIBRARIES[-1])
 
     measured = peak_bytes(lambda: exchange.run(x, ids, weights, experts, plan))
     pairs, rows = max(most)

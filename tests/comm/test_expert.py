@@ -103,7 +103,7 @@ def held_experts(mesh: Mesh, dense: DenseExperts) -> Experts:
     """The experts and channels of a rank."""
     held = split_range(len(dense.down), mesh.ep, mesh.ep_rank)
     gate_up, down = dense.part(held, split_range(dense.down.shape[2], mesh.moe_tp, mesh.moe_tp_rank))
-    return lambda x, ids, weights: moe_experts(x, ids, weights, gate_up.to(x), down.to(x), library=LIBRARIES[0])
+    return lambda x, ids, weights: moe_experts(x, ids, weights, gate_up.to(x), down.to(x), library=LIBRARIES[-1])
 
 
 def open_exchange(layout: Layout, world: Collectives, *, num_experts: int = 5, top_k: int = TOP_K) -> ExpertExchange:

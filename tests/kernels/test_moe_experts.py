@@ -1,6 +1,8 @@
 """The experts that a rank holds."""
 
 import math
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,31 @@ from torch.nn import functional
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction, moe_experts
 from tests.dense_experts import DenseExperts
-from tests.devices import DEVICES
+from tests.kernels.aot import compile_ahead
+from tests.kernels.triton_interpreter import TRITON_DEVICES
 from tests.yardstick import check_error
 
 WIDTH = 12
+TRITON, TORCH = LIBRARIES
+RUNS = [
+    *(
+        pytest.param(TRITON, *device.values, marks=device.marks, id=f"triton-{device.values[0]}")
+        for device in TRITON_DEVICES
+    ),
+    pytest.param(TORCH, "cpu", id="torch-cpu"),
+    pytest.param(TORCH, "cuda", marks=pytest.mark.gpu, id="torch-cuda"),
+]
+TOKENS, EXPERTS, TOP_KS = (0, 1, 3, 64, 129, 4096), (8, 64, 128, 256), (1, 2, 4, 6, 8)
+PAIRWISE = [
+    (tokens, EXPERTS[(i + j) % len(EXPERTS)], top_k)
+    for i, tokens in enumerate(TOKENS)
+    for j, top_k in enumerate(TOP_KS)
+]
+
+
+def triton_module(name: str) -> Any:
+    """Imported late, for Triton to see whether it interprets."""
+    return import_module(f"dist_infer.kernels.triton.{name}")
 
 
 def random_rows(num_rows: int, num_experts: int, top_k: int, *, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,13 +61,12 @@ def in_its_dtype(x: Tensor, ids: Tensor, weights: Tensor, dense: DenseExperts) -
     return out.to(x.dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("library", "device"), RUNS)
 @pytest.mark.parametrize(
     ("dtype", "num_rows", "num_experts", "inner", "top_k", "id_dtype"),
     [
         (torch.float64, 63, 5, 7, 3, torch.int32),
-        (torch.float64, 1, 1, 1, 1, torch.int64),
+        (torch.float64, 1, 1, 9, 1, torch.int64),
         (torch.float64, 0, 3, 4, 2, torch.int64),
         (torch.float32, 129, 8, 16, 2, torch.int64),
         (torch.bfloat16, 129, 4, 33, 4, torch.int32),
@@ -63,6 +85,8 @@ def test_against_the_formula(
     top_k: int,
     id_dtype: torch.dtype,
 ) -> None:
+    if library is TRITON and dtype == torch.float64:
+        dtype = torch.bfloat16
     dense = DenseExperts.random(num_experts, inner, WIDTH)
     rounded = DenseExperts(dense.gate_up.to(dtype).double(), dense.down.to(dtype).double())
     x, ids, weights = random_rows(num_rows, num_experts, top_k)
@@ -81,12 +105,12 @@ def test_against_the_formula(
     assert all(torch.equal(part, kept) for part, kept in zip((x, ids, weights), before, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("library", "device"), RUNS)
 def test_what_is_not_routed_here_shows_nowhere(device: str, library: Library[MoeExpertsFunction]) -> None:
     dense = DenseExperts.random(4, 5, WIDTH)
     x, ids, weights = (part.to(device) for part in random_rows(20, 4, 3))
-    gate_up, down = dense.gate_up.to(device), dense.down.to(device)
+    x, weights = x.float(), weights.float()
+    gate_up, down = dense.gate_up.to(device).float(), dense.down.to(device).float()
     ids[3] = -1
     clean = moe_experts(x, ids, weights, gate_up, down, library=library)
     assert clean[3].tolist() == [0.0] * WIDTH
@@ -96,8 +120,7 @@ def test_what_is_not_routed_here_shows_nowhere(device: str, library: Library[Moe
     assert torch.equal(moe_experts(x, ids, weights, gate_up, down, library=library), clean)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("library", "device"), RUNS)
 def test_terms_are_added_in_the_order_of_the_slots(device: str, library: Library[MoeExpertsFunction]) -> None:
     """Experts that give 2^30, 1, -2^30, 1: what is lost in float32 tells the order of the sum."""
     outputs = torch.tensor([2.0**30, 1.0, -(2.0**30), 1.0], device=device)
@@ -112,8 +135,171 @@ def test_all_rows_to_one_expert_and_none_to_the_others() -> None:
     dense = DenseExperts.random(3, 5, WIDTH)
     x, _, weights = random_rows(40, 3, 1)
     ids = torch.full((40, 1), 2)
-    out = moe_experts(x, ids, weights, dense.gate_up, dense.down, library=LIBRARIES[-1])
+    out = moe_experts(x, ids, weights, dense.gate_up, dense.down, library=TORCH)
     torch.testing.assert_close(out, dense(x, ids, weights), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("way", ["pairs", "blocks", "blocks, swapped"])
+@pytest.mark.parametrize("width", [WIDTH, 32])  # rows that can't be copied by descriptor, and that can
+def test_every_way_through_the_kernels(device: str, way: str, width: int) -> None:
+    """Blocks of several programs, some full, some not; experts without pairs."""
+    num_rows, num_experts, inner, top_k = 4 if way == "pairs" else 20, 5, 24, 2
+    dense = DenseExperts.random(num_experts, inner, width)
+    _, ids, weights = random_rows(num_rows, num_experts, top_k)
+    ids[:18, 0] = 3
+    ids = ids.int().contiguous()
+    x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    gate_up, down = dense.gate_up.bfloat16(), dense.down.bfloat16()
+    args = [part.to(device) for part in (x, ids, weights.float(), gate_up, down)]
+    tiles = triton_module("moe_tiles")
+    if way == "pairs":
+        pairs, tile = triton_module("moe_pairs"), tiles.PairTile(8, 16, 4)
+        hidden = pairs.pair_gate_up(args[0], args[1], args[3], tile)
+        out = pairs.pair_down(hidden, *args[1:3], args[4], tile)
+    else:
+        tile = tiles.Tile(16, 16, 4, 2, swap=way != "blocks")
+        out = triton_module("moe_experts").experts_by_block(*args, tiles.Tiles(1, 16, tile, tile))
+    truth = DenseExperts(gate_up.double(), down.double())(x, ids, weights.float())
+    check_error(out.cpu(), truth, in_its_dtype(x, ids, weights.float(), dense))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("num_pairs", [1, 70, 300])
+def test_pairs_are_put_in_the_order_of_their_experts(device: str, num_pairs: int) -> None:
+    """Those of one expert in ascending order, in blocks that its last pairs may leave part empty."""
+    num_experts, block_len = 5, 16
+    ids = torch.randint(-1, num_experts, (num_pairs,), generator=torch.Generator().manual_seed(num_pairs)).int()
+    ids[ids == 2] = 4
+    blocks = triton_module("moe_align").align(ids.to(device), num_experts, block_len)
+    order, table = blocks.order.cpu(), blocks.table.cpu()
+    expected = ids.argsort(stable=True)[int((ids < 0).sum()) :]
+    assert order[: len(expected)].tolist() == expected.tolist()
+    found = []
+    for expert, start, end in table.T.tolist():
+        if expert >= 0:
+            members = order[start : min(end, start + block_len)].tolist()
+            assert members and all(int(ids[pair]) == expert for pair in members)
+            found += members
+    assert found == expected.tolist()
+
+
+def gpu_case(
+    num_rows: int, num_experts: int, top_k: int, width: int, inner: int, *, seed: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, weights, gate_up, down; one id in eight is -1, and its weight is NaN."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    ids = torch.rand(num_rows, num_experts, generator=generator, device="cuda").argsort(1)[:, :top_k].int()
+    ids[torch.rand(ids.shape, generator=generator, device="cuda") < 0.125] = -1
+    weights = torch.rand(ids.shape, generator=generator, device="cuda").masked_fill(ids < 0, math.nan)
+    scale = width**-0.5
+    return (
+        normal(num_rows, width),
+        ids,
+        weights,
+        normal(num_experts, 2 * inner, width) * scale,
+        normal(num_experts, width, inner),
+    )
+
+
+def check_against_float64(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    args = (x, ids, weights, gate_up, down)
+    wide = (part.double() if part.is_floating_point() else part for part in args)
+    truth = moe_experts(*wide, library=TORCH)
+    check_error(out, truth, moe_experts(*args, library=TORCH))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), PAIRWISE)
+def test_many_sizes(num_rows: int, num_experts: int, top_k: int) -> None:
+    args = gpu_case(num_rows, num_experts, top_k, 256, 96)
+    check_against_float64(moe_experts(*args, library=TRITON), *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 5, 700])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dtype) -> None:
+    x, ids, weights, gate_up, down = gpu_case(num_rows, 24, 3, 200, 72)
+    args = (x.to(dtype), ids.long(), weights, gate_up.to(dtype), down.to(dtype))
+    check_against_float64(moe_experts(*args, library=TRITON), *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 64, 4096])
+@pytest.mark.parametrize("case", ["all on one", "a slice", "one row in four is padding"])
+def test_uneven_routing(num_rows: int, case: str) -> None:
+    x, ids, weights, gate_up, down = gpu_case(num_rows, 64, 6, 512, 128)
+    if case == "all on one":
+        ids[:, 0], ids[:, 1:] = 37, -1
+    elif case == "a slice":
+        ids, gate_up, down = torch.where((ids >= 16) & (ids < 32), ids - 16, -1), gate_up[16:32], down[16:32]
+    else:
+        ids[::4], x[::4] = -1, math.nan
+    weights = weights.nan_to_num(0.5).masked_fill(ids < 0, math.nan)
+    args = (x, ids, weights, gate_up, down)
+    out = moe_experts(*args, library=TRITON)
+    clean = (x.nan_to_num(), ids, weights.nan_to_num(), gate_up, down)
+    check_against_float64(out, *clean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 512])
+def test_a_graph_replays_with_another_routing(num_rows: int) -> None:
+    cases = [gpu_case(num_rows, 64, 6, 256, 128, seed=seed) for seed in range(3)]
+    x, ids, weights, gate_up, down = (part.clone() for part in cases[0])
+    moe_experts(x, ids, weights, gate_up, down, library=TRITON)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_experts(x, ids, weights, gate_up, down, library=TRITON)
+    for idx, case in enumerate(cases):
+        for static, new in zip((x, ids, weights), case, strict=False):
+            static.copy_(new)
+        if idx == 2:
+            ids.fill_(-1)
+            ids[0, 0] = 63
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, moe_experts(x, ids, weights, gate_up, down, library=TRITON))
+        assert not out.isnan().any()
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """2.3 G elements of outputs, and of weights."""
+    args = gpu_case(40_000, 160, 8, 7168, 1024)
+    x, ids, weights, gate_up, down = args
+    out = moe_experts(*args, library=TRITON)
+    rows = torch.tensor([0, 1, 20_000, 39_999], device="cuda")
+    used = torch.tensor(sorted({*ids[rows].flatten().tolist()} - {-1}), device="cuda")
+    local = torch.full((161,), -1, dtype=torch.int64, device="cuda")
+    local[used] = torch.arange(len(used), device="cuda")
+    check_against_float64(out[rows], x[rows], local[ids[rows].long()], weights[rows], gate_up[used], down[used])
+
+
+HOPPER_TILES = [("gate_up", 16, (64, 128, 4, 3, True)), ("down", 128, (256, 64, 8, 4, False))]
+
+
+@pytest.mark.parametrize(("product", "block_m", "numbers"), HOPPER_TILES)
+def test_products_compile_for_hopper(product: str, block_m: int, numbers: tuple[int, int, int, int, bool]) -> None:
+    tile = triton_module("moe_tiles").Tile(*numbers)
+    kernel = getattr(triton_module("grouped_gemm"), f"_{product}_kernel")
+    source = "x" if product == "gate_up" else "hidden"
+    types = {source: "*bf16", "order": "*i32", "table": "*i32", "out": "*bf16", "num_blocks": "i32"}
+    types["weight"] = f"tensordesc<bf16[{tile.block_n}, {tile.block_k}]>"
+    sizes = {"DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
+    sizes |= {"TOP_K": 8} if product == "gate_up" else {}
+    sizes |= dict(zip(("BLOCK_N", "BLOCK_K", "SWAP"), tile.sizes, strict=True))
+    made = compile_ahead(kernel, types, sizes, **tile.launch)
+    assert made.spilled_bytes == 0
+    ptx = made.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx  # weights by the hardware's copies of tiles
+    assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx  # rows by 16 bytes
+    assert "st.global.v4" in ptx or "st.global.b128" in ptx or "v4.b32" in ptx
 
 
 def test_bad_calls_are_refused() -> None:
@@ -127,7 +313,7 @@ def test_bad_calls_are_refused() -> None:
         gate_up: Tensor = dense.gate_up,
         down: Tensor = dense.down,
     ) -> Tensor:
-        return moe_experts(x, ids, weights, gate_up, down, library=LIBRARIES[-1])
+        return moe_experts(x, ids, weights, gate_up, down, library=TORCH)
 
     assert call().shape == (4, WIDTH)
     with pytest.raises(ValueError, match=r"x \[3, 12\], ids \[4, 2\]"):

@@ -1,0 +1,184 @@
+"""Matrix products over blocks of pairs (moe_align), each with the weights of its expert, in Triton.
+
+P pairs, K experts a row, E experts, D model, I intermediate channels. A program takes a block of pairs and some output
+channels; programs of unused blocks end at once, so that the grid follows from upper bounds. Accumulation in float32.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dist_infer.kernels.triton.moe_align import PairBlocks
+from dist_infer.kernels.triton.moe_tiles import Tile
+
+
+def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Tile) -> Tensor:
+    """silu(gate) * up of all pairs in the order of `blocks`, rounded to the dtype of x. Rows of x are gathered.
+
+    Shapes: x [R, D], weight [E, 2 * I, D], the gates first -> [P, I]; rows behind those of all blocks are not written.
+    """
+    num_blocks, inner, width = blocks.table.shape[1], weight.shape[1] // 2, weight.shape[2]
+    out = x.new_empty(len(blocks.order), inner)
+    _gate_up_kernel[(num_blocks * triton.cdiv(inner, tile.block_n),)](
+        x,
+        *_matrix(weight, tile),
+        *blocks[:2],
+        out,
+        num_blocks,
+        top_k,
+        inner,
+        width,
+        blocks.block_len,
+        *tile.sizes,
+        **tile.launch,
+    )
+    return out
+
+
+def down(hidden: Tensor, weight: Tensor, blocks: PairBlocks, tile: Tile) -> Tensor:
+    """The output of every pair, rounded to the dtype of `hidden`; pair r K + k stands in that row.
+
+    Shapes: hidden [P, I] in the order of `blocks`, weight [E, D, I] -> [P, D]; of pairs in no block unset.
+    """
+    num_blocks, width, inner = blocks.table.shape[1], weight.shape[1], weight.shape[2]
+    out = hidden.new_empty(len(blocks.order), width)
+    _down_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
+        hidden,
+        *_matrix(weight, tile),
+        *blocks[:2],
+        out,
+        num_blocks,
+        width,
+        inner,
+        blocks.block_len,
+        *tile.sizes,
+        **tile.launch,
+    )
+    return out
+
+
+def _matrix(weight: Tensor, tile: Tile) -> tuple[Any, bool]:
+    """All experts' rows as one matrix: by a descriptor the hardware copies tiles, if its rows are of whole 16 bytes."""
+    if weight.shape[2] * weight.element_size() % 16 or weight.data_ptr() % 16:
+        return weight, False
+    return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[2]), [tile.block_n, tile.block_k]), True
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _gate_up_kernel(
+    x,
+    weight,
+    DESCRIPTOR: tl.constexpr,
+    order,
+    table,
+    out,
+    num_blocks,
+    TOP_K: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK_N
+    expert = tl.load(table + block)
+    if expert < 0:
+        return
+    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
+    live = place < tl.load(table + 2 * num_blocks + block)
+    row = tl.load(order + place, mask=live, other=0) // TOP_K
+    columns = tl.arange(0, BLOCK_K)
+    x_tile = x + row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    gate_row = expert * (2 * INNER) + n
+    gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, WIDTH, BLOCK_K):
+        a = tl.load(x_tile + k, mask=live[:, None] & (columns + k < WIDTH)[None, :], other=0.0)
+        gate_tile = _weight_tile(weight, gate_row, INNER - n, k, DESCRIPTOR, WIDTH, BLOCK_N, BLOCK_K)
+        up_tile = _weight_tile(weight, gate_row + INNER, INNER - n, k, DESCRIPTOR, WIDTH, BLOCK_N, BLOCK_K)
+        gate = _product(a, gate_tile, gate, SWAP)
+        up = _product(a, up_tile, up, SWAP)
+    hidden = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    if SWAP:
+        hidden = tl.trans(hidden)
+    column = n + tl.arange(0, BLOCK_N)
+    target = out + place.to(tl.int64)[:, None] * INNER + column[None, :]
+    tl.store(target, hidden.to(out.dtype.element_ty), mask=live[:, None] & (column < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _down_kernel(
+    hidden,
+    weight,
+    DESCRIPTOR: tl.constexpr,
+    order,
+    table,
+    out,
+    num_blocks,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK_N
+    expert = tl.load(table + block)
+    if expert < 0:
+        return
+    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
+    live = place < tl.load(table + 2 * num_blocks + block)
+    columns = tl.arange(0, BLOCK_K)
+    hidden_tile = hidden + place.to(tl.int64)[:, None] * INNER + columns[None, :]
+    weight_row = expert * WIDTH + n
+    total = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, INNER, BLOCK_K):
+        a = tl.load(hidden_tile + k, mask=live[:, None] & (columns + k < INNER)[None, :], other=0.0)
+        tile = _weight_tile(weight, weight_row, WIDTH - n, k, DESCRIPTOR, INNER, BLOCK_N, BLOCK_K)
+        total = _product(a, tile, total, SWAP)
+    if SWAP:
+        total = tl.trans(total)
+    pair = tl.load(order + place, mask=live, other=0)
+    column = n + tl.arange(0, BLOCK_N)
+    target = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _weight_tile(
+    weight,
+    row,
+    rows_left,
+    k,
+    DESCRIPTOR: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[N, K]; behind the expert's rows come some other rows or zeros, behind the last column zeros."""
+    if DESCRIPTOR:
+        tile = weight.load([row, k])
+    else:
+        rows = tl.arange(0, BLOCK_N)[:, None]
+        columns = k + tl.arange(0, BLOCK_K)[None, :]
+        at = weight + row.to(tl.int64) * DEPTH + rows * DEPTH + columns
+        tile = tl.load(at, mask=(rows < rows_left) & (columns < DEPTH), other=0.0)
+    return tile
+
+
+@triton.jit
+def _product(a, weights, total, SWAP: tl.constexpr):
+    """total + a weights^T, or its transpose: with few rows, the weights take the side that has to be long."""
+    if SWAP:
+        total = tl.dot(weights, tl.trans(a), total, input_precision="ieee")
+    else:
+        total = tl.dot(a, tl.trans(weights), total, input_precision="ieee")
+    return total

@@ -1,0 +1,74 @@
+"""The experts that a rank holds, in Triton; the contract stands in kernels/moe_experts.py.
+
+With few pairs of a row and an expert each pair is computed by itself. Else pairs are put in the order of their experts,
+two grouped products run over blocks of them, and a last launch adds up each row. All grids follow from shapes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_infer.kernels.triton.grouped_gemm import down, gate_up
+from dist_infer.kernels.triton.moe_align import align
+from dist_infer.kernels.triton.moe_pairs import experts_by_pair
+from dist_infer.kernels.triton.moe_tiles import Tiles, tiles_for
+
+_SUM_CHANNELS = 1024  # that a program of the last launch adds up
+
+
+def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """See `dist_infer.kernels.moe_experts.moe_experts`. Ids that are no experts held count as -1."""
+    num_experts, width, inner = w_down.shape
+    if 0 in (len(x), width, inner, num_experts, expert_ids.shape[1]):
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    args = (x.contiguous(), expert_ids.contiguous(), weights.contiguous(), w_gate_up.contiguous(), w_down.contiguous())
+    if by_pair(expert_ids.numel(), num_experts):
+        return experts_by_pair(*args)
+    return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()))
+
+
+def by_pair(num_pairs: int, num_experts: int) -> bool:
+    """Whether pairs meet in an expert too seldom for a product of matrices to pay."""
+    return 4 * num_pairs <= num_experts
+
+
+def experts_by_block(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, tiles: Tiles
+) -> Tensor:
+    """As moe_experts, for contiguous arguments and no empty dimension."""
+    num_rows, top_k = expert_ids.shape
+    num_experts, width, _ = w_down.shape
+    blocks = align(expert_ids, num_experts, tiles.block_m)
+    outputs = down(gate_up(x, w_gate_up, blocks, top_k, tiles.gate_up), w_down, blocks, tiles.down)
+    out = torch.empty_like(x)
+    channels = min(_SUM_CHANNELS, triton.next_power_of_2(width))
+    _sum_kernel[(num_rows, triton.cdiv(width, channels))](
+        outputs, expert_ids, weights, out, TOP_K=top_k, NUM_EXPERTS=num_experts, WIDTH=width, CHANNELS=channels
+    )
+    return out
+
+
+@triton.jit
+def _sum_kernel(
+    outputs,
+    ids,
+    weights,
+    out,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < WIDTH
+    outputs += row * (TOP_K * WIDTH) + channel
+    total = tl.zeros([CHANNELS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(ids + row * TOP_K + k) + tl.zeros([CHANNELS], tl.int32)
+        weight = tl.load(weights + row * TOP_K + k).to(tl.float32)
+        routed = inside & (expert >= 0) & (expert < NUM_EXPERTS)
+        output = tl.load(outputs + k * WIDTH, mask=routed, other=0.0).to(tl.float32)
+        total += tl.where(routed, weight * output, 0.0)
+    tl.store(out + row * WIDTH + channel, total.to(out.dtype.element_ty), mask=inside)

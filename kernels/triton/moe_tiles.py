@@ -1,0 +1,68 @@
+"""Tile sizes of the grouped products, by how many pairs an expert has on average: data.
+
+M pairs of a block, N output channels of a program (of gate and up each), K channels summed over at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`swap`: the product is computed transposed."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, bool]:
+        """As the kernels take them."""
+        return self.block_n, self.block_k, self.swap
+
+    @property
+    def launch(self) -> Mapping[str, int]:
+        """What the compiler is told."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of both products, for up to `max_density` pairs an expert."""
+
+    max_density: float
+    block_m: int
+    gate_up: Tile
+    down: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class PairTile:
+    """Of one pair's products: output channels of a program, and channels summed over at a time."""
+
+    rows: int
+    depth: int
+    num_warps: int
+
+
+PAIR_GATE_UP = PairTile(2, 1024, 4)
+PAIR_DOWN = PairTile(1, 256, 4)
+
+HALF: Sequence[Tiles] = (
+    Tiles(8, 16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3)),
+    Tiles(24, 32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    Tiles(40, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    Tiles(float("inf"), 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+)
+WIDE: Sequence[Tiles] = (
+    Tiles(24, 16, Tile(32, 32, 4, 3), Tile(64, 32, 4, 3)),
+    Tiles(float("inf"), 64, Tile(32, 32, 4, 3), Tile(64, 32, 4, 3)),
+)
+
+
+def tiles_for(num_pairs: int, num_experts: int, element_bytes: int) -> Tiles:
+    """The measured best for bfloat16 and float16 on an H200; what float32 gets is only known to fit."""
+    density = num_pairs / num_experts
+    return next(tiles for tiles in (HALF if element_bytes == 2 else WIDE) if density <= tiles.max_density)
