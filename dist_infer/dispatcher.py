@@ -4,7 +4,8 @@ Everything here runs on rank 0 only and never waits; what it decides reaches the
 step (rule 1).
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -58,12 +59,18 @@ class _Open:
 
 @dataclass(slots=True)
 class Dispatcher:
-    """Balances requests over `num_groups` by outstanding tokens, with at most `max_inflight` requests alive."""
+    """Balances requests over `num_groups` by outstanding tokens, with at most `max_inflight` requests alive.
+
+    Requests that a drain has not finished within `grace_s` are given back too, without an answer.
+    """
 
     frontend: Frontend
     num_groups: int
     max_inflight: int
     meter: ServingMeter = field(default_factory=ServingMeter)
+    grace_s: float | None = None  # None: as long as it takes
+    clock: Callable[[], float] = time.monotonic
+    _drain_began: float | None = None
     _open: dict[int, _Open] = field(default_factory=dict)
     _load: list[int] = field(init=False)
     _ended: bool = False
@@ -80,7 +87,8 @@ class Dispatcher:
         room = 0 if drain or self._ended else max(0, self.max_inflight - len(self._open))
         incoming = self.frontend.poll(room)
         admissions = self._admit(incoming.requests)  # first: an abort may name one of them
-        aborts = tuple(request_id for request_id in incoming.aborts if self._close(request_id))
+        given_up = [*self._open] if drain and self._grace_is_over() else []
+        aborts = tuple(request_id for request_id in (*incoming.aborts, *given_up) if self._close(request_id))
         self._ended = self._ended or incoming.end_of_input
         return News(admissions=admissions, aborts=aborts, end_of_input=incoming.end_of_input)
 
@@ -95,6 +103,12 @@ class Dispatcher:
             if output.finish_reason is not None:
                 self._close(output.request_id)
             self.frontend.deliver(output)
+
+    def _grace_is_over(self) -> bool:
+        now = self.clock()
+        if self._drain_began is None:
+            self._drain_began = now
+        return self.grace_s is not None and now - self._drain_began >= self.grace_s
 
     def close(self, *, drained: bool) -> ExitCode:
         """Close the output. DRAINED when a stop left requests or input unanswered."""

@@ -54,9 +54,14 @@ class StopSignals:
             self._old[number] = signal.signal(number, self._on_signal)
 
     def close(self) -> None:
-        """Restore the handlers that were there before `install`."""
+        """Restore the handlers that were there before `install`.
+
+        Except for SIGUSR1, which would kill by default: asking a job that is done to drain is no reason to die.
+        """
         while self._old:
             number, handler = self._old.popitem()
+            if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
+                handler = signal.SIG_IGN
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -79,6 +79,25 @@ def test_no_more_than_max_inflight_are_alive_and_none_while_draining() -> None:
     assert queue.rooms == [3, 1, 2, 0]
 
 
+def test_a_drain_gives_up_what_is_open_once_its_grace_is_over() -> None:
+    queue = Queue([Incoming(requests=[request(0, 1), request(1, 1)])], exhausted=False)
+    now = iter([10.0, 14.9, 15.0, 16.0])
+    dispatcher = Dispatcher(queue, 1, max_inflight=3, grace_s=5.0, clock=lambda: next(now))
+    dispatcher.news(drain=False)
+    dispatcher.news(drain=True)
+    dispatcher.deliver([StepOutput(request_id=0, token_ids=(7,), finish_reason="length")])
+    assert [dispatcher.news(drain=True).aborts for _ in range(3)] == [(), (1,), ()]
+    dispatcher.deliver([StepOutput(request_id=1, token_ids=(7,))])
+    assert [output.request_id for output in queue.delivered] == [0]
+    assert dispatcher.close(drained=True) == ExitCode.DRAINED
+
+
+def test_without_a_limit_a_drain_gives_nothing_up() -> None:
+    dispatcher = Dispatcher(Queue([Incoming(requests=[request(0, 1)])]), 1, max_inflight=3, clock=lambda: 1e9)
+    dispatcher.news(drain=False)
+    assert dispatcher.news(drain=True).aborts == dispatcher.news(drain=True).aborts == ()
+
+
 def test_an_abort_travels_once_and_its_late_tokens_are_dropped() -> None:
     queue = Queue([Incoming(requests=[request(0, 1)], aborts=[0]), Incoming(aborts=[0, 99])])
     dispatcher = Dispatcher(queue, 1, max_inflight=3)

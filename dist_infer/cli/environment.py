@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_infer.errors import UsageError
+from dist_infer.intake.output_lock import RESTART
 from dist_infer.launch.slurm_env import SlurmEnv
 
 # Launchers set the rank before MPI_Init; the first pair that is there counts.
@@ -31,7 +32,7 @@ class Environment:
 
     launcher: Launcher | None
     cache_dir: Path
-    job_id: str | None = None  # of the batch system
+    job_id: str | None = None  # of the batch system, with its number of restarts
 
     @property
     def speaks(self) -> bool:
@@ -53,6 +54,9 @@ class Environment:
         Errors: UsageError when no cache folder can be named.
         """
         job_id = next((env[name] for name in _JOB_IDS if env.get(name)), None)
+        restarts = SlurmEnv.read(env).restart_count
+        if job_id is not None and restarts:
+            job_id = f"{job_id}{RESTART}{restarts}"
         return cls(launcher=read_launcher(env), cache_dir=_cache_dir(env), job_id=job_id)
 
 

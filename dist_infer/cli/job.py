@@ -79,7 +79,16 @@ def _serve_files(
     summary.num_resumed = files.num_resumed if files is not None else 0
     summary.job = job
     try:
-        return serve(world, plan, config, step_runner, summary, frontend=job, max_inflight=options.max_inflight)
+        return serve(
+            world,
+            plan,
+            config,
+            step_runner,
+            summary,
+            frontend=job,
+            max_inflight=options.max_inflight,
+            grace_s=options.grace_s,
+        )
     finally:
         progress.close()
 

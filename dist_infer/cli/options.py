@@ -125,6 +125,7 @@ class RunOptions(EngineOptions):
     resume: bool = False
     shard: tuple[int, int] | None = None  # part K of N, from 1
     max_inflight: int | None = None
+    grace_s: float | None = None  # None: a drain finishes all that has started
     summary: str | None = None  # a path
 
     def __post_init__(self) -> None:
@@ -132,6 +133,8 @@ class RunOptions(EngineOptions):
         EngineOptions.__post_init__(self)
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
             raise UsageError(f"--shard is {self.shard[0]}/{self.shard[1]}; in K/N, K counts from 1 to N")
+        if self.grace_s is not None and not (self.grace_s >= 0 and math.isfinite(self.grace_s)):
+            raise UsageError(f"--grace is {self.grace_s:g}; it must be a number of seconds, at least 0")
         self._check_files()
 
     def check_launcher(self, launcher_name: str | None) -> None:
@@ -168,7 +171,7 @@ class RunOptions(EngineOptions):
 
 
 def _spelling(name: str) -> str:
-    return {"step_timeout_s": "--step-timeout"}.get(name, "--" + name.replace("_", "-"))
+    return {"step_timeout_s": "--step-timeout", "grace_s": "--grace"}.get(name, "--" + name.replace("_", "-"))
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -80,6 +80,15 @@ def run(
     seed: arguments.Seed = None,
     log_level: arguments.LogLevel = "info",
     step_timeout: arguments.StepTimeout = 300.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            "--grace",
+            metavar="SECONDS",
+            help="A job that is told to stop finishes what has started, but for no longer than this; "
+            "--resume answers the rest. [default: as long as it takes]",
+        ),
+    ] = None,
     summary: Annotated[
         str | None,
         typer.Option(
@@ -108,6 +117,7 @@ def run(
         resume=resume,
         shard=parse_shard(shard),
         max_inflight=max_inflight,
+        grace_s=grace,
         summary=summary,
     )
     environment = Environment.read(os.environ)

@@ -70,12 +70,13 @@ def serve(
     *,
     frontend: Frontend | None,
     max_inflight: int | None,
+    grace_s: float | None = None,
 ) -> int:
     """Steps until all is answered; the exit code of all. Rank 0 has the frontend."""
     dispatcher: Dispatcher | None = None
     if frontend is not None:
         room = max_inflight or _INFLIGHT_PER_SEQ * config.max_num_seqs * plan.mesh.dp
-        dispatcher = Dispatcher(frontend, plan.mesh.dp, max_inflight=room, meter=summary.meter)
+        dispatcher = Dispatcher(frontend, plan.mesh.dp, max_inflight=room, meter=summary.meter, grace_s=grace_s)
     scheduler = Scheduler(config, plan.mesh.dp_rank)
     engine = Engine(
         mesh=plan.mesh,

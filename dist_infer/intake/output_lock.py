@@ -1,7 +1,8 @@
 """One writer for an output: the file OUT.lock names who writes it, and is locked as long as that process lives.
 
-A lock that a dead process of this host left behind is taken over. What another host holds can't be looked at from here,
-so it is refused with the fix. On a file system without file locks only the names count.
+A lock that a dead process of this host left behind is taken over, and so is one of an earlier life of this job, which
+the batch system has ended before it restarted the job, maybe on another host. What else another host holds can't be
+looked at from here, so it is refused with the fix. On a file system without file locks only the names count.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from dist_infer.errors import UsageError
+
+RESTART = " restart "  # in a job id, before how often the batch system has restarted the job
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
 
@@ -46,6 +49,11 @@ class Holder:
         """It can't be proven dead: it lives, or it is on another host."""
         return self.host != socket.gethostname() or _start_of(self.pid) == self.started != ""
 
+    def is_earlier_life_of(self, job_id: str | None) -> bool:
+        """It belongs to the same job before a restart."""
+        (then, _, before), (now, _, restarts) = ((text or "").partition(RESTART) for text in (self.job_id, job_id))
+        return then == now != "" and int(before or 0) < int(restarts or 0)
+
     def __str__(self) -> str:
         job = f", job {self.job_id}" if self.job_id else ""
         return f"process {self.pid} on host {self.host}{job}"
@@ -71,7 +79,7 @@ class OutputLock:
                 if not _is_at(path, fd):
                     os.close(fd)
                     continue  # its holder has just removed it
-                _claim(path, fd, output)
+                _claim(path, fd, output, job_id)
                 _write_holder(fd, Holder.this_process(job_id))
                 return cls(path, fd)
             except BaseException:
@@ -102,13 +110,13 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def _claim(path: Path, fd: int, output: Path) -> None:
+def _claim(path: Path, fd: int, output: Path, job_id: str | None) -> None:
     holder = Holder.parse(os.pread(fd, 4096, 0))
     if not _try_lock(fd):
         raise UsageError(f"{output} is being written by {holder or 'another process'}; wait for it, or stop it")
     if not _is_at(path, fd):  # removed between our look and our lock: the next one would not see us
         raise UsageError(f"{output} was being written until now; start again")
-    if holder is None or not holder.may_live():
+    if holder is None or not holder.may_live() or holder.is_earlier_life_of(job_id):
         return
     here = socket.gethostname()
     fix = "wait for it, or stop it" if holder.host == here else f"if that job is over, run: rm {path}"

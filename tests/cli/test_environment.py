@@ -34,6 +34,7 @@ def test_the_job_of_the_batch_system() -> None:
     home = {"HOME": "/home/u"}
     assert Environment.read(home).job_id is None
     assert Environment.read(home | {"SLURM_JOB_ID": "7"}).job_id == "7"
+    assert Environment.read(home | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).job_id == "7 restart 2"
     assert Environment.read(home | {"SLURM_JOB_ID": "", "PBS_JOBID": "9.server"}).job_id == "9.server"
 
 

@@ -155,6 +155,16 @@ def test_a_drain_gives_back_what_has_not_started(model: Path, folder: Path, jobs
     assert (fields["outcome"], fields["requests"]["ok"]) == ("drained", len(records))
 
 
+def test_a_drain_takes_no_longer_than_its_grace(model: Path, folder: Path, jobs: list[Job]) -> None:
+    lines = [{"prompt": [1, 2], "max_tokens": 2}, {"prompt": [3], "max_tokens": 4000, "ignore_eos": True}]
+    arguments = [*write_requests(folder, lines), "--model", str(model), "--grace", "0"]
+    jobs.append(Job(2, arguments))
+    jobs[0].wait_for_records(folder / "out.jsonl", 1)
+    jobs[0].process.send_signal(signal.SIGUSR1)
+    assert jobs[0].wait() == ExitCode.DRAINED, jobs[0].text()
+    assert list(read_records(folder)) == ["line-1"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(model: Path, folder: Path, jobs: list[Job], rank: int) -> None:
     arguments = [*write_requests(folder, long_requests(1000)), "--model", str(model), "--max-num-seqs", "4"]

@@ -33,6 +33,8 @@ def test_defaults() -> None:
         ({"graph_batch_sizes": (0, 2)}, "--graph-batch-sizes has 0"),
         ({"graph_batch_sizes": (1,), "eager": True}, "--eager uses no graphs"),
         ({"step_timeout_s": 0.0}, "--step-timeout is 0"),
+        ({"grace_s": -1.0}, "--grace is -1"),
+        ({"grace_s": float("inf")}, "--grace is inf"),
         ({"step_timeout_s": float("inf")}, "--step-timeout is inf"),
         ({"step_timeout_s": float("nan")}, "--step-timeout is nan"),
         ({"seed": 2**63}, "--seed is"),

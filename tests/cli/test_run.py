@@ -37,7 +37,7 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
         "run -i in.jsonl -o out.jsonl --overwrite --model folder --load-format dummy --tp 2 --dp 3 --max-model-len 40 "
         "--max-num-seqs 5 --max-num-tokens 60 --block-size 7 --num-kv-blocks 8 --no-prefix-cache --dtype float64 "
         "--device cpu --seed -9 --log-level debug --step-timeout 1.5 --shard 2/3 --max-inflight 9 "
-        "--summary sum.json"
+        "--summary sum.json --grace 2.5"
     )
     assert main(command.split()) == 3
     ((options, environment),) = jobs
@@ -63,6 +63,7 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
         log_level="debug",
         step_timeout_s=1.5,
         summary="sum.json",
+        grace_s=2.5,
     )
     assert environment == Environment(launcher=None, cache_dir=Path("/caches"))
 

@@ -87,6 +87,30 @@ def test_another_host_is_refused_with_the_fix(tmp_path: Path) -> None:
     OutputLock.take(output).release()
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "over"),
+    [
+        ("12", "12 restart 1", True),
+        ("12 restart 9", "12 restart 10", True),
+        ("12", "12", False),  # two steps of one job
+        ("12 restart 1", "12 restart 1", False),
+        ("12", "13 restart 1", False),
+        (None, "12 restart 1", False),
+        ("12", None, False),
+    ],
+)
+def test_an_earlier_life_of_a_requeued_job_is_over(
+    tmp_path: Path, then: str | None, now: str | None, over: bool
+) -> None:
+    output = tmp_path / "out"
+    write_holder(output, host="elsewhere", pid=5, job_id=then)
+    if over:
+        OutputLock.take(output, job_id=now).release()
+    else:
+        with pytest.raises(UsageError, match="host elsewhere"):
+            OutputLock.take(output, job_id=now)
+
+
 def test_without_file_locks_the_names_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(38, "Function not implemented")

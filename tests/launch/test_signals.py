@@ -23,6 +23,8 @@ for step in steps:
         print(signals.stop_requested(), flush=True)
     elif step == "nobody":
         signals.nobody_asks()
+    elif step == "close":
+        signals.close()
     elif step == "failure":
         alarm.record = death("gone", rank=1)
     else:
@@ -67,7 +69,13 @@ def test_close_gives_the_old_handlers_back() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
     signals.close()
     signals.close()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS[1:]] == before[1:]
+
+
+def test_a_drain_that_comes_too_late_does_not_kill() -> None:
+    done = run("ask close SIGUSR1")
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "end"])
+    assert run("ask close SIGTERM").returncode == -signal.SIGTERM
 
 
 PARENT = """
