@@ -22,7 +22,9 @@ from dist_infer.errors import CheckpointError
 from dist_infer.layers.weights import WeightSlot
 from dist_infer.types import Int64Array
 
-_CHUNK = 1 << 17  # elements that are mixed at once: stays in a core's cache
+# Elements that are mixed at once: as many as stay in a core's cache; on a GPU so many that launches don't count.
+_CPU_CHUNK = 1 << 17
+_GPU_CHUNK = 1 << 25
 _M1 = 0x7FEB352D
 _M2 = 0x846CA68B - (1 << 32)  # as a signed int32
 _NORM_SPREAD = 0.1
@@ -115,8 +117,9 @@ def _hash64(ids: Int64Array, key: np.uint64) -> Tensor:
 def _fill(part: Tensor, keys: tuple[Tensor, Tensor], centre: float, spread: float) -> None:
     """Writes centre + spread * u with u uniform in (-1, 1), some rows at a time."""
     row_keys, column_keys = (key.to(part.device) for key in keys)
-    step = max(1, _CHUNK // part.shape[1])
-    width = min(part.shape[1], _CHUNK)
+    chunk = _CPU_CHUNK if part.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, chunk // part.shape[1])
+    width = min(part.shape[1], chunk)
     for top in range(0, part.shape[0], step):
         for left in range(0, part.shape[1], width):
             x = row_keys[top : top + step, None] ^ column_keys[None, left : left + width]

@@ -43,7 +43,7 @@ def test_parts_are_those_of_the_whole(shape: tuple[int, ...]) -> None:
 def test_pieces_of_work_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make("w.weight", (37, 53))
     for chunk in (1, 10, 100):
-        monkeypatch.setattr(dummy, "_CHUNK", chunk)
+        monkeypatch.setattr(dummy, "_CPU_CHUNK", chunk)
         assert torch.equal(make("w.weight", (37, 53)), whole)
 
 
