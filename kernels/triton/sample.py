@@ -2,6 +2,10 @@
 
 A row is cut into parts, so that few rows too keep the whole GPU busy: one launch finds each part's best, a second one
 the best of the parts. The best doesn't depend on the cut, because ties have an order.
+
+The exact noise takes two logarithms in float64. So a float32 bound is looked at first, and only a block of columns of
+which one may beat the best so far gets exact scores. As -log(u) >= 1 - u, the noise is at most -log(1 - u), and close
+to that where it is large.
 """
 
 import torch
@@ -30,9 +34,18 @@ def _draw(key, number):
 
 
 @triton.jit
-def _gumbel_noise(key, ids):
-    uniform = ((_draw(key, ids.to(tl.uint64)) >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+def _gumbel_noise(bits):
+    uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _bound(scores, bits, heat):
+    """At least scores + heat * noise, in float32; -inf stays."""
+    complement = ((bits ^ 0xFFFFFFFFFFFFFFFF) >> 32).to(tl.float32) * 2.3283064365386963e-10
+    wide = scores - heat * 0.6931472 * tl.log2(complement) + (tl.abs(scores) * 1e-5 + heat * 1e-3)
+    wide = tl.where(wide == wide, wide, float("inf"))
+    return tl.where(scores == float("-inf"), scores, wide)
 
 
 @triton.jit
@@ -43,11 +56,41 @@ def _best(scores, ids):
 
 
 @triton.jit
+def _better_of(score, winner, other_score, other_winner):
+    is_other = (other_score > score) | ((other_score == score) & (other_winner < winner))
+    return tl.where(is_other, other_score, score), tl.where(is_other, other_winner, winner)
+
+
+@triton.jit
+def _with_plain_block(score, winner, values, ids):
+    top = tl.max(values, 0)
+    if top.to(tl.float64) >= score:
+        top, first = _best(values, ids)
+        score, winner = _better_of(score, winner, top.to(tl.float64), first)
+    return score, winner
+
+
+@triton.jit
+def _with_noisy_block(score, winner, values, ids, key, heat):
+    bits = _draw(key, ids.to(tl.uint64))
+    if values.dtype == tl.float64:
+        top = tl.full([], float("inf"), tl.float32)
+    else:
+        top = tl.max(_bound(values, bits, heat.to(tl.float32)), 0)
+    if top.to(tl.float64) >= score:
+        exact, first = _best(_gumbel_noise(bits) * heat + values.to(tl.float64), ids)
+        score, winner = _better_of(score, winner, exact, first)
+    return score, winner
+
+
+@triton.jit
 def _best_of_parts(
     logits,
     ids,
     temperature,
     keys,
+    cut_values,
+    last_ties,
     scores,
     best_ids,
     num_columns,
@@ -58,25 +101,33 @@ def _best_of_parts(
     ids_stride,
     BLOCK: tl.constexpr,
 ):
+    """The best of a part of a row; below a cut value, or equal to it right of the last tie, a column never wins."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top_scores = tl.full([BLOCK], float("-inf"), tl.float64)
-    top_ids = tl.full([BLOCK], _LAST_ID, tl.int64)
+    score, winner = tl.full([], float("-inf"), tl.float64), tl.full([], _LAST_ID, tl.int64)
     for start in range(part * part_len, tl.minimum((part + 1) * part_len, num_columns), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < num_columns
-        score = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside).to(tl.float64)
-        score = tl.where(score == score, score, float("-inf"))
+        values = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0)
+        if values.dtype != tl.float64:
+            values = values.to(tl.float32)
+        values = tl.where(inside & (values == values), values, float("-inf"))
+        if cut_values is not None:
+            cut = tl.load(cut_values + row).to(values.dtype)
+            is_in = (values > cut) | ((values == cut) & (column <= tl.load(last_ties + row)))
+            values = tl.where(is_in, values, float("-inf"))
         own_ids = column.to(tl.int64) + first_id
         if ids is not None:
             own_ids = tl.load(ids + row * ids_stride + column, mask=inside, other=0)
-        if temperature is not None:
+        own_ids = tl.where(inside, own_ids, _LAST_ID)
+        if temperature is None:
+            score, winner = _with_plain_block(score, winner, values, own_ids)
+        else:
             heat = tl.load(temperature + row)
-            if heat != 0:
-                score = _gumbel_noise(tl.load(keys + row).to(tl.uint64), own_ids) * heat + score
-        better = (score > top_scores) | ((score == top_scores) & (own_ids < top_ids))
-        top_scores = tl.where(better & inside, score, top_scores)
-        top_ids = tl.where(better & inside, own_ids, top_ids)
-    score, winner = _best(top_scores, top_ids)
+            if heat == 0:
+                score, winner = _with_plain_block(score, winner, values, own_ids)
+            else:
+                key = tl.load(keys + row).to(tl.uint64)
+                score, winner = _with_noisy_block(score, winner, values, own_ids, key, heat)
     out = row * tl.num_programs(1) + part
     tl.store(scores + out, score)
     tl.store(best_ids + out, winner)
@@ -114,8 +165,23 @@ def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 def sample(logits: Tensor, ids: Tensor | int, temperature: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `dist_infer.kernels.sample.sample`."""
+    return sample_above(logits, ids, temperature, keys, None, None)
+
+
+def sample_above(
+    logits: Tensor,
+    ids: Tensor | int,
+    temperature: Tensor | None,
+    keys: Tensor | None,
+    cut_values: Tensor | None,
+    last_ties: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`sample` of the columns above each row's cut value, and of those that equal it up to its last tie.
+
+    Shapes: cut_values [L] float64, last_ties [L] int32, both or none.
+    """
     num_rows, num_columns = logits.shape
-    num_parts, part_len = _cut(num_rows, num_columns)
+    num_parts, part_len = _cut_row(num_rows, num_columns)
     scores = torch.empty((num_rows, num_parts), dtype=torch.float64, device=logits.device)
     best_ids = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -126,6 +192,8 @@ def sample(logits: Tensor, ids: Tensor | int, temperature: Tensor | None, keys: 
         table,
         None if temperature is None else temperature.contiguous(),
         None if keys is None else keys.contiguous(),
+        cut_values,
+        last_ties,
         scores,
         best_ids,
         num_columns,
@@ -151,7 +219,7 @@ def _best_of_each(part_scores: Tensor, part_ids: Tensor) -> tuple[Tensor, Tensor
     return scores, best_ids
 
 
-def _cut(num_rows: int, num_columns: int) -> tuple[int, int]:
+def _cut_row(num_rows: int, num_columns: int) -> tuple[int, int]:
     """Parts of a row, and columns of a part."""
     wanted = min(_MAX_PARTS, max(1, _PROGRAMS // max(1, num_rows)))
     part_len = triton.cdiv(triton.cdiv(num_columns, wanted), _BLOCK) * _BLOCK
