@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,15 @@ class PlanFunction(Protocol):
         ...
 
 
-LIBRARIES: tuple[Library[PlanFunction], ...] = (Library(name="torch", function=reference_plan),)
+LIBRARIES: tuple[Library[PlanFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.mla_attention", "plan_mla_attention"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_plan),
+)
 
 
 def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, library: Library[PlanFunction]) -> Attend:
@@ -36,8 +44,11 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, libr
 
     Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t, whatever part of them was
     written by earlier steps; its own key is among them. key of head n = [kv_b[n, :P] latent, rotated], value =
-    kv_b[n, P:] latent. Products, softmax and sums are in float32 (float64 for float64), one rounding. A sequence with
-    kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
+    kv_b[n, P:] latent. Products, softmax and sums are in float32 (float64 for float64), one rounding; a library may
+    round what goes from one product into the next: keys, values, folded queries, softmax weights, attended latents. A
+    sequence with kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
+
+    In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
     Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L] -> [T, N, V], contiguous.
     Errors: ValueError when a sequence has fewer keys than queries (other than none) or more than its pages hold, and

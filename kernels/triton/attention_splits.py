@@ -82,7 +82,7 @@ def count_queries(query_start, seq):
     return tl.load(query_start + seq + 1) - tl.load(query_start + seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start", "kv_lens"])
 def _merge_kernel(
     split_total,
     split_largest,

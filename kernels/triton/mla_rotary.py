@@ -66,7 +66,7 @@ def mla_rotary(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _mla_rotary_kernel(
     q,
     latent,

@@ -23,14 +23,17 @@ from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_
 from dist_infer.kernels.triton.attention_tiles import plan_tiles
 
 LOG2_E = 1.4426950408889634
+# Parts of one buffer, aligned differently in each step: no reason to compile another variant.
+STEP_TENSORS = ["query_start", "kv_lens", "page_table"]
 
 
 def plan_paged_attention(
     step: PagedStep, *, num_kv_heads: int, scale: float
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See `dist_infer.kernels.paged_attention.plan_paged_attention`."""
-    has_single = bool((np.diff(step.host_query_start) == 1).any())
-    tiles_of = cache(lambda queries: plan_tiles(step, queries))  # the same for all layers
+    query_lens = np.diff(step.host_query_start)
+    has_single, longer = bool((query_lens == 1).any()), np.flatnonzero(query_lens > 1)
+    tiles_of = cache(lambda queries: plan_tiles(step, queries, longer))  # the same for all layers
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -40,11 +43,10 @@ def plan_paged_attention(
         group = q.shape[1] // num_kv_heads
         if has_single:
             _attend_single(step, q, k_cache, v_cache, out, group, scale)
-        rows, keys, warps, stages = _tile_shape(q)
-        if group > rows:
-            rows = triton.next_power_of_2(group)
-        tiles = tiles_of(rows // group)
-        if tiles is not None:
+        if len(longer):
+            rows, keys, warps, stages = _tile_shape(q)
+            rows = max(rows, triton.next_power_of_2(group))
+            tiles = tiles_of(rows // group)
             dim = max(16, triton.next_power_of_2(q.shape[2]))
             _tiles_kernel[(num_kv_heads * len(tiles),)](
                 q,
@@ -120,9 +122,7 @@ def _tile_shape(q: Tensor) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages of a tile."""
     if q.dtype == torch.float32:
         return 32, 32, 4, 2
-    if q.shape[2] > 128:
-        return 128, 64, 8, 2
-    return 128, 128, 8, 2
+    return 128, 64, 8, 2 if q.shape[2] > 128 else 5
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def update_softmax(products, scale, row_max, row_sum):
     return weights, factor, new_max, row_sum * factor + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=STEP_TENSORS)
 def _single_kernel(
     q,
     k_cache,
@@ -220,7 +220,7 @@ def _single_kernel(
         tl.store(split_weight_sum + part, row_sum, mask=row < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=STEP_TENSORS)
 def _tiles_kernel(
     q,
     k_cache,

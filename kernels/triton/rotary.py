@@ -73,7 +73,7 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     raise ValueError(f"rotary: heads and channels of a token must be contiguous, not of strides {x.stride()}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _rotary_kernel(
     qkv,
     cos,

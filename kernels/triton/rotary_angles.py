@@ -18,7 +18,7 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: Tensor, dtype:
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_angles"], do_not_specialize_on_alignment=["positions"])
 def _angles_kernel(positions, frequencies, factor, cos, sin, num_angles, NUM_PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = idx < num_angles

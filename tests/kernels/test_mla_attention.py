@@ -12,19 +12,20 @@ from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
 from dist_infer.kernels.reference import mla_attention as reference
-from tests.devices import DEVICES
+from tests.kernels.aot import compile_ahead
+from tests.kernels.captured import captured
+from tests.kernels.library_runs import library_runs
 from tests.yardstick import check_error
 
-N, P, R, V, L = 3, 10, 4, 6, 12  # heads, plain, rotated, value and latent channels
+N, L = 3, 12  # heads and latent channels
 SCALE = 0.3
-BLOCK_SIZE = 4
 # (query length, key length) of each sequence
 STEPS = {
     "nothing": [],
     "one empty": [(1, 0)],
     "decode": [(1, 1), (1, 63), (1, 129), (1, 64), (1, 65), (1, 0)],
-    "prefill": [(63, 63), (2, 2), (129, 129)],
-    "extend": [(63, 129), (2, 63), (128, 129)],
+    "prefill": [(33, 33), (2, 2), (65, 65)],
+    "extend": [(31, 97), (2, 63), (64, 65)],
     "all kinds": [(1, 129), (63, 63), (1, 0), (1, 1), (17, 129), (1, 63), (2, 2)],
 }
 
@@ -39,87 +40,185 @@ class Case:
     lens: Sequence[tuple[int, int]]
 
 
-def make_case(lens: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
+@dataclass(frozen=True)
+class Geometry:
+    heads: int = 3
+    plain: int = 10
+    rotated: int = 4
+    value: int = 6
+    latent: int = 12
+    block_size: int = 4
+
+
+SMALL = Geometry()
+
+
+def make_case(
+    lens: Sequence[tuple[int, int]],
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    geometry: Geometry = SMALL,
+) -> Case:
     """What no sequence owns is NaN: unused pages and the rest of last pages."""
     generator = torch.Generator().manual_seed(5)
+    block_size, latent_dim = geometry.block_size, geometry.latent + geometry.rotated
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    def random(*shape: int, std: float = 1.0) -> Tensor:
+        return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).to(device)
 
-    num_pages = [-(-kv_len // BLOCK_SIZE) for _, kv_len in lens]
+    num_pages = [-(-kv_len // block_size) for _, kv_len in lens]
     owners = torch.randperm(sum(num_pages) + 2, generator=generator).tolist()
     page_table = np.full((len(lens), max(num_pages, default=0) + 1), -1, np.int32)
-    cache = torch.full((len(owners) * BLOCK_SIZE, L + R), torch.nan, dtype=dtype, device=device)
+    cache = torch.full((len(owners) * block_size, latent_dim), torch.nan, dtype=dtype, device=device)
     rows = []
     for table, (_, kv_len), count in zip(page_table, lens, num_pages, strict=True):
         table[:count] = [owners.pop() for _ in range(count)]
-        rows.append(random(kv_len, L + R))
-        cache[[int(table[i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE for i in range(kv_len)]] = rows[-1]
+        rows.append(random(kv_len, latent_dim))
+        cache[[int(table[i // block_size]) * block_size + i % block_size for i in range(kv_len)]] = rows[-1]
     query_start = np.concatenate(([0], np.cumsum([n for n, _ in lens]))).astype(np.int32)
     kv_lens = np.array([n for _, n in lens], np.int32)
     step = PagedStep(
         query_start=torch.from_numpy(query_start).to(device),
         kv_lens=torch.from_numpy(kv_lens).to(device),
         page_table=torch.from_numpy(page_table).to(device),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         host_query_start=query_start,
         host_kv_lens=kv_lens,
     )
-    return Case(step, random(int(query_start[-1]), N, P + R), cache, random(N, P + V, L), rows, lens)
+    q = random(int(query_start[-1]), geometry.heads, geometry.plain + geometry.rotated)
+    expanded = (geometry.heads, geometry.plain + geometry.value, geometry.latent)
+    return Case(step, q, cache, random(*expanded, std=(12 / geometry.latent) ** 0.5), rows, lens)
 
 
 def dense(case: Case, dtype: torch.dtype) -> Tensor:
-    """Head by head, query by query, with keys and values made of the latents."""
-    out = torch.zeros(len(case.q), N, V, dtype=dtype, device=case.q.device)
+    """Sequence by sequence, everything in `dtype` with softmax in at least float32."""
+    latent_dim = case.kv_b.shape[2]
+    plain_dim = case.q.shape[2] - (case.cache.shape[1] - latent_dim)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = case.kv_b.to(dtype).transpose(1, 2)
+    out = torch.zeros(*case.q.shape[:2], weight.shape[2] - plain_dim, dtype=dtype, device=case.q.device)
     row = 0
     for (num_queries, kv_len), cached in zip(case.lens, case.rows, strict=True):
-        latent, rotated = cached.to(dtype).split_with_sizes((L, R), 1)
-        for query in range(num_queries):
-            seen = kv_len - num_queries + query + 1
-            for head in range(N if kv_len else 0):
-                made = latent[:seen] @ case.kv_b[head].to(dtype).T
-                keys = torch.cat([made[:, :P], rotated[:seen]], 1)
-                weights = (keys @ case.q[row, head].to(dtype) * SCALE).softmax(0)
-                out[row, head] = weights @ made[:, P:]
-            row += 1
+        queries = slice(row, row + num_queries)
+        row += num_queries
+        if kv_len == 0:
+            continue
+        latent, rotated = cached.to(dtype).split_with_sizes((latent_dim, cached.shape[1] - latent_dim), 1)
+        made = latent @ weight  # [N, K, P + V]
+        keys = torch.cat([made[..., :plain_dim], rotated.expand(len(made), -1, -1)], 2)
+        q = case.q[queries].to(dtype).transpose(0, 1)
+        unseen = torch.ones(num_queries, kv_len, dtype=torch.bool, device=q.device).triu(kv_len - num_queries + 1)
+        scores = (q @ keys.transpose(1, 2) * SCALE).masked_fill(unseen, -torch.inf)
+        out[queries] = (scores.to(wide).softmax(-1).to(dtype) @ made[..., plain_dim:]).transpose(0, 1)
     return out
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize(
-    ("lens", "dtype"),
-    [*((name, torch.float64) for name in STEPS), ("all kinds", torch.float32), ("all kinds", torch.bfloat16)],
-)
-def test_against_expanded_keys(device: str, library: Library[PlanFunction], lens: str, dtype: torch.dtype) -> None:
+def attend(case: Case, library: Library[PlanFunction]) -> Tensor:
+    planned = plan_mla_attention(case.step, kv_lora_rank=case.kv_b.shape[2], scale=SCALE, library=library)
+    return planned(case.q, case.cache, case.kv_b)
+
+
+@library_runs(LIBRARIES, [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lens", STEPS)
+def test_against_expanded_keys(library: Library[PlanFunction], device: str, dtype: torch.dtype, lens: str) -> None:
     case = make_case(STEPS[lens], dtype, device)
-    attend = plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE, library=library)
-    out = attend(case.q, case.cache, case.kv_b)
+    out = attend(case, library)
     assert out.is_contiguous()
-    truth = dense(case, torch.float64)
-    check_error(out, truth, truth.float().to(dtype) if dtype == torch.bfloat16 else dense(case, dtype))
+    check_error(out, dense(case, torch.float64), dense(case, dtype))
+
+
+@library_runs(LIBRARIES[:1], [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [20])
+def test_decodes_follow_the_lengths_on_the_device(
+    library: Library[PlanFunction], device: str, dtype: torch.dtype, heads: int
+) -> None:
+    """The host knows a bound only; on a GPU the launches are captured once, for lengths that come later."""
+    geometry = Geometry(heads=heads, block_size=16)
+    small, large = [(1, 129), (1, 0), (1, 65), (1, 3)], [(1, 4097), (1, 64), (1, 63), (1, 2000)]
+    steps = (small, [(1, 0)] * 4, [(1, 64), (1, 130), (1, 0), (1, 1)] if device == "cpu" else large, small)
+    cases = [make_case(lens, dtype, device, geometry) for lens in steps]
+    width = max(case.step.page_table.shape[1] for case in cases)
+    static = make_case([(1, 1)] * 4, dtype, device, geometry)
+    static.step = replace(
+        static.step,
+        page_table=torch.zeros(4, width, dtype=torch.int32, device=device),
+        host_kv_lens=np.full(4, width * 16, np.int32),
+    )
+    static.cache = torch.full((max(len(case.cache) for case in cases), 16), torch.nan, dtype=dtype, device=device)
+    run = captured(lambda: attend(static, library), device)
+    for case in cases:
+        static.step.kv_lens.copy_(case.step.kv_lens)
+        static.step.page_table.fill_(-1)[:, : case.step.page_table.shape[1]] = case.step.page_table
+        static.cache.fill_(torch.nan)[: len(case.cache)] = case.cache
+        static.q.copy_(case.q)
+        static.kv_b.copy_(case.kv_b)
+        check_error(run(), dense(case, torch.float64), dense(case, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [1, 63, 512])
+@pytest.mark.parametrize("history", [1, 63, 64, 4097])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 16), (torch.float16, 40), (torch.float32, 3)])
+def test_histories(history: int, new: int, dtype: torch.dtype, heads: int) -> None:
+    """New tokens on a history in DeepSeek's geometry, beside a decode, a fresh prompt and a padded row."""
+    lens = [(new, history + new), (1, 300), (33, 33), (1, 0)]
+    geometry = Geometry(heads=heads, plain=128, rotated=64, value=128, latent=512, block_size=16)
+    case = make_case(lens, dtype, "cuda", geometry)
+    case.q *= 0.2
+    check_error(attend(case, LIBRARIES[0]), dense(case, torch.float64), dense(case, dtype))
+
+
+@library_runs(LIBRARIES)
+def test_parts_of_sequences_and_heads_change_nothing(
+    library: Library[PlanFunction], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expanded keys are made for a few sequences and heads at a time."""
+    from dist_infer.kernels.triton import mla_expanded
+
+    case = make_case(STEPS["extend"], torch.float32, device)
+    whole = attend(case, library)
+    monkeypatch.setattr(mla_expanded, "_MAX_KEYS", 100)
+    monkeypatch.setattr(mla_expanded, "_MAX_EXPANDED_BYTES", 97 * 16 * 4 * 2)
+    torch.testing.assert_close(attend(case, library), whole, rtol=0, atol=1e-5)
+
+
+def test_compiled_ahead_of_time() -> None:
+    """Cached rows come by 16 bytes; both products are the wide matrix instructions of Hopper, nothing spills."""
+    from dist_infer.kernels.triton.mla_absorbed import _absorbed_kernel
+
+    signature = dict.fromkeys(("folded", "q", "cache", "out"), "*bf16") | {"scale": "fp32", "num_splits": "i32"}
+    signature |= dict.fromkeys(("split_total", "split_largest", "split_weight_sum"), "*fp32")
+    signature |= {"kv_lens": "*i32", "page_table": "*i32", "num_heads": "i32:16", "table_stride": "i32"}
+    strides = ("folded_head_stride", "folded_seq_stride", "q_seq_stride", "q_head_stride", "slot_stride")
+    signature |= dict.fromkeys(strides, "i32:16")
+    constexprs = {"PLAIN_DIM": 128, "ROTATED_DIM": 64, "LATENT_DIM": 512, "BLOCK_SIZE": 16, "HEADS": 16, "KEYS": 64}
+    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512}
+    compiled = compile_ahead(_absorbed_kernel, signature, constexprs, num_warps=8, num_stages=3)
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+    assert "wgmma" in compiled.asm["ptx"]
+    assert compiled.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("max_absorbed", [0, 1, 2, 1000])
 def test_absorbed_and_expanded_agree(max_absorbed: int) -> None:
     case = make_case(STEPS["all kinds"])
-    attend = reference.plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE, max_absorbed=max_absorbed)
-    torch.testing.assert_close(attend(case.q, case.cache, case.kv_b), dense(case, torch.float64), rtol=0, atol=1e-12)
+    planned = reference.plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE, max_absorbed=max_absorbed)
+    torch.testing.assert_close(planned(case.q, case.cache, case.kv_b), dense(case, torch.float64), rtol=0, atol=1e-12)
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(STEPS["extend"])
     monkeypatch.setattr(reference, "_MAX_SCORES", 300)
-    attend = reference.plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE)
-    torch.testing.assert_close(attend(case.q, case.cache, case.kv_b), dense(case, torch.float64), rtol=0, atol=1e-12)
+    planned = reference.plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE)
+    torch.testing.assert_close(planned(case.q, case.cache, case.kv_b), dense(case, torch.float64), rtol=0, atol=1e-12)
 
 
 def test_a_past_of_zero_is_seen() -> None:
     """The planted fault: new tokens only, as if nothing were cached."""
     case = make_case([(5, 9)])
     forgetful = replace(case.step, kv_lens=case.step.kv_lens - 4, host_kv_lens=case.step.host_kv_lens - 4)
-    attend = reference.plan_mla_attention(forgetful, kv_lora_rank=L, scale=SCALE)
-    assert (attend(case.q, case.cache, case.kv_b) - dense(case, torch.float64)).abs().max() > 0.1
+    planned = reference.plan_mla_attention(forgetful, kv_lora_rank=L, scale=SCALE)
+    assert (planned(case.q, case.cache, case.kv_b) - dense(case, torch.float64)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -135,8 +234,8 @@ def test_steps_that_cannot_be_are_refused(lens: list[tuple[int, int]], message: 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     case = make_case([(2, 5)])
-    attend = plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE, library=LIBRARIES[-1])
-    attend(case.q, case.cache, case.kv_b)
+    planned = plan_mla_attention(case.step, kv_lora_rank=L, scale=SCALE, library=LIBRARIES[-1])
+    planned(case.q, case.cache, case.kv_b)
     for q, cache, kv_b in (
         (case.q[:1], case.cache, case.kv_b),
         (case.q[:, :2], case.cache, case.kv_b),
@@ -145,4 +244,4 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (case.q.float(), case.cache, case.kv_b),
     ):
         with pytest.raises(ValueError, match="don't fit a latent of 12 and 2 tokens"):
-            attend(q, cache, kv_b)
+            planned(q, cache, kv_b)

@@ -1,0 +1,149 @@
+"""Latent attention of one query a sequence, with kv_b folded into the query and applied to the result.
+
+All heads share the cached rows, so a program takes up to 64 heads and a split of a sequence's rows (see
+attention_splits), and reads each row once. Its products are transposed: rows are what the matrix instructions have 64
+of, heads what they have as few as 16 of. The folded query and the attended latent are rounded to the dtype of the
+query, as are the softmax weights.
+
+S sequences with one query each, N heads, L latent, R rotated, P plain and V value channels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, split_length
+from dist_infer.kernels.triton.paged_attention import LOG2_E, key_slots, load_rows
+
+
+def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
+    """Fills `out` for a step in which each sequence has one query.
+
+    Shapes: q [S, N, P + R], cache [C, L + R], kv_b [N, P + V, L], out [S, N, V] contiguous.
+    """
+    num_seqs, num_heads, _ = q.shape
+    latent_dim = kv_b.shape[2]
+    plain_dim = kv_b.shape[1] - out.shape[2]
+    rotated_dim = q.shape[2] - plain_dim
+    by_head = q.transpose(0, 1)
+    folded = torch.bmm(by_head[..., :plain_dim], kv_b[:, :plain_dim])  # [N, S, L]
+    latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
+    keys = 16 if q.dtype == torch.float32 else 64
+    heads = min(64, max(16, triton.next_power_of_2(num_heads)))
+    num_head_blocks = triton.cdiv(num_heads, heads)
+    max_kv_len = int(step.host_kv_lens.max())
+    num_splits = choose_num_splits(num_seqs * num_head_blocks, max_kv_len, keys, q.device, per_processor=1)
+    results = SplitResults(q, num_seqs, num_heads, num_splits, latent_dim)
+    _absorbed_kernel[(num_head_blocks, num_splits, num_seqs)](
+        folded,
+        q,
+        cache,
+        latents,
+        results.total,
+        results.largest,
+        results.weight_sum,
+        step.kv_lens,
+        step.page_table,
+        scale * LOG2_E,
+        num_heads,
+        folded.stride(0),
+        folded.stride(1),
+        q.stride(0),
+        q.stride(1),
+        step.page_table.stride(0),
+        cache.stride(0),
+        num_splits,
+        PLAIN_DIM=plain_dim,
+        ROTATED_DIM=rotated_dim,
+        LATENT_DIM=latent_dim,
+        BLOCK_SIZE=step.block_size,
+        HEADS=heads,
+        KEYS=keys,
+        ROTATED_BLOCK=max(16, triton.next_power_of_2(rotated_dim)),
+        LATENT_BLOCK=max(64, triton.next_power_of_2(latent_dim)),
+        num_warps=8,
+        num_stages=3,  # the third is for page ids, one block of rows further ahead
+    )
+    results.merge(latents, step.query_start, step.kv_lens, keys)
+    torch.bmm(latents.transpose(0, 1), kv_b[:, plain_dim:].transpose(1, 2), out=out.transpose(0, 1))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits", "folded_head_stride"],
+    do_not_specialize_on_alignment=["kv_lens", "page_table"],
+)
+def _absorbed_kernel(
+    folded,
+    q,
+    cache,
+    out,
+    split_total,
+    split_largest,
+    split_weight_sum,
+    kv_lens,
+    page_table,
+    scale,
+    num_heads,
+    folded_head_stride,
+    folded_seq_stride,
+    q_seq_stride,
+    q_head_stride,
+    table_stride,
+    slot_stride,
+    num_splits,
+    PLAIN_DIM: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROTATED_BLOCK: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+):
+    split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_len = tl.load(kv_lens + seq)
+    length = split_length(kv_len, num_splits, KEYS)
+    begin = split * length
+    if (begin >= kv_len) & (split > 0):
+        return
+    end = tl.minimum(begin + length, kv_len)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    is_head = head < num_heads
+    channel = tl.arange(0, LATENT_BLOCK)
+    q_folded = load_rows(
+        folded + seq * folded_seq_stride, head.to(tl.int64), folded_head_stride, is_head, LATENT_DIM, LATENT_BLOCK, True
+    )
+    q_rotated = load_rows(
+        q + seq * q_seq_stride + PLAIN_DIM, head, q_head_stride, is_head, ROTATED_DIM, ROTATED_BLOCK, True
+    )
+    table = page_table + seq * table_stride
+    largest = tl.full([HEADS], -float("inf"), tl.float32)
+    weight_sum = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([LATENT_BLOCK, HEADS], tl.float32)
+    for start in tl.range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        inside = key < end
+        slot = key_slots(table, key, end, BLOCK_SIZE, True)
+        latent = load_rows(cache, slot, slot_stride, inside, LATENT_DIM, LATENT_BLOCK, True)
+        rotated = load_rows(cache + LATENT_DIM, slot, slot_stride, inside, ROTATED_DIM, ROTATED_BLOCK, True)
+        products = tl.dot(latent, tl.trans(q_folded), input_precision="ieee")
+        products = tl.dot(rotated, tl.trans(q_rotated), products, input_precision="ieee")
+        products = tl.where(inside[:, None], products, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(products, 0) * scale)
+        factor = tl.exp2(largest - new_largest)
+        weights = tl.exp2(products * scale - new_largest[None, :])
+        weight_sum = weight_sum * factor + tl.sum(weights, 0)
+        largest = new_largest
+        total = tl.dot(tl.trans(latent), weights.to(latent.dtype), total * factor[None, :], input_precision="ieee")
+    written = is_head[None, :] & (channel < LATENT_DIM)[:, None]
+    row = seq * num_heads + head
+    if kv_len <= length:
+        result = total / tl.where(weight_sum == 0, 1.0, weight_sum)[None, :]
+        tl.store(out + row[None, :] * LATENT_DIM + channel[:, None], result.to(out.dtype.element_ty), mask=written)
+    else:
+        part = row * num_splits + split
+        tl.store(split_total + part[None, :] * LATENT_DIM + channel[:, None], total, mask=written)
+        tl.store(split_largest + part, largest, mask=is_head)
+        tl.store(split_weight_sum + part, weight_sum, mask=is_head)
