@@ -141,7 +141,7 @@ class Sampler:
         temperature = np.where(ways == _GREEDY, 0.0, batch.temperature)
         return HostOptions(
             temperature=temperature,
-            keys=_noise_keys(batch) if temperature.any() else np.zeros_like(batch.seeds),
+            keys=_noise_keys(batch, ways),
             top_k=batch.top_k.astype(np.int64),
             top_p=batch.top_p,
             min_p=min_p,
@@ -151,17 +151,20 @@ class Sampler:
     def plan(self, batch: Batch) -> SamplePlan:
         """The ways of a batch's rows. Ranks: local, equal on all ranks of the group."""
         ways, min_p = self._ways_of(batch)
-        order = np.argsort(ways, kind="stable")
         columns: dict[str, HostArray] = {
-            "rows": order,
-            "temperature": batch.temperature[order],
-            "top_p": batch.top_p[order],
-            "top_k": batch.top_k[order].astype(np.int64),
-            "min_p": min_p[order],
-            "keys": _noise_keys(batch)[order],
+            "rows": np.arange(len(ways)),
+            "temperature": batch.temperature,
+            "top_p": batch.top_p,
+            "top_k": batch.top_k.astype(np.int64),
+            "min_p": min_p,
+            "keys": _noise_keys(batch, ways),
         }
         sizes = np.bincount(ways, minlength=4).tolist()
-        return SamplePlan(columns, tuple(sizes), int(batch.top_k[ways == _LARGEST].max(initial=0)))
+        if len(ways) not in sizes:
+            order = np.argsort(ways, kind="stable")
+            columns = {name: column[order] for name, column in columns.items()}
+        num_candidates = int(batch.top_k[ways == _LARGEST].max()) if sizes[_LARGEST] else 0
+        return SamplePlan(columns, tuple(sizes), num_candidates)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: Batch, input_ids: Tensor | None = None) -> Tensor:
@@ -247,7 +250,10 @@ class Sampler:
         is_greedy = (batch.temperature == 0) | (batch.top_k == 1)
         min_p = np.zeros_like(batch.temperature) if batch.min_p is None else batch.min_p
         nucleus = (batch.top_p < 1) | (min_p > 0)
-        return np.select([is_greedy, limited, nucleus], [_GREEDY, _LARGEST, _NUCLEUS], default=_NOISY), min_p
+        ways = np.where(nucleus, _NUCLEUS, _NOISY)
+        ways[limited] = _LARGEST
+        ways[is_greedy] = _GREEDY
+        return ways, min_p
 
     def _sample_by_candidates(self, logits: Tensor, ways: _Ways, token_ids: Tensor) -> None:
         greedy, noisy, largest, width = ways.greedy, ways.noisy, ways.largest, ways.num_candidates
@@ -308,9 +314,9 @@ class Sampler:
         return chosen
 
 
-def _noise_keys(batch: Batch) -> Int64Array:
-    keys: Int64Array = sample_op.row_keys(torch.from_numpy(batch.seeds), torch.from_numpy(batch.draw_positions)).numpy()
-    return keys
+def _noise_keys(batch: Batch, ways: Int64Array) -> Int64Array:
+    """Greedy rows need none."""
+    return sample_op.host_row_keys(batch.seeds, batch.draw_positions) if ways.any() else np.zeros_like(batch.seeds)
 
 
 def _split_ways(plan: SamplePlan, columns: Mapping[str, Tensor]) -> _Ways:

@@ -100,7 +100,6 @@ class _Step:
 
     batch: Batch
     seqs: list[Sequence]
-    ends: list[int]
 
 
 @dataclass(slots=True)
@@ -176,13 +175,14 @@ class Scheduler:
         if not plan.seqs:
             return None
         batch = self._rows.fill(plan)
-        if any(seq.has_options for seq in plan.seqs):
+        if plan.has_options:
             add_options(batch, plan)
         for seq, end in zip(plan.seqs, plan.ends, strict=True):
             seq.num_scheduled = end
             seq.num_in_flight += 1
-            seq.num_unknown += end == seq.target
-        self._in_flight.append(_Step(batch, plan.seqs, plan.ends))
+        for idx in batch.logit_seqs.tolist():
+            plan.seqs[idx].num_unknown += 1
+        self._in_flight.append(_Step(batch, plan.seqs))
         self.counters.steps += 1
         return batch
 
@@ -198,40 +198,37 @@ class Scheduler:
             raise RuntimeError("this batch is not the oldest one in flight")
         if token_ids.shape != batch.logit_rows.shape:
             raise ValueError(f"{len(batch.logit_rows)} tokens are due, the shape given is {token_ids.shape}")
-        step = self._in_flight.popleft()
-        sampled = dict(zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True))
-        scored = None if batch.scores is None else read_scores(batch, batch.scores, step.seqs, token_ids, scores)
-        outputs = []
-        for idx, (seq, end) in enumerate(zip(step.seqs, step.ends, strict=True)):
+        seqs = self._in_flight.popleft().seqs
+        for seq in seqs:
             seq.num_in_flight -= 1
-            self._register_blocks(seq, end)
-            output = None
-            if idx in sampled:
-                seq.num_unknown -= 1
-                if seq.state is not State.ENDED:
-                    output = self._append_token(seq, sampled[idx])
-            if scored is not None:
-                output = scored.added_to(output, idx, seq)
-            if output is not None:
-                outputs.append(output)
+        self._register_blocks(batch, seqs)
+        outputs: dict[int, StepOutput] = {}
+        for idx, token_id in zip(batch.logit_seqs.tolist(), token_ids.tolist(), strict=True):
+            seq = seqs[idx]
+            seq.num_unknown -= 1
+            if seq.state is not State.ENDED:
+                outputs[idx] = self._append_token(seq, token_id)
+        if batch.scores is not None:
+            outputs = read_scores(batch, batch.scores, seqs, token_ids, scores).added_to(outputs, seqs)
+        for seq in seqs:
             if seq.state is not State.RUNNING:
                 self._leave(seq)
-        return outputs
+        return list(outputs.values())
 
     # Parts of schedule.
 
     def _plan_running(self, plan: Plan) -> None:
         """Decodes first, oldest first; then the chunks of prompts under way."""
-        chunked = []
+        chunked, block_size = [], self._config.block_size
         for seq in list(self._running.values()):
-            num_todo = seq.target - seq.num_scheduled
-            if seq.state is not State.RUNNING or seq.target == seq.max_len:
+            target = seq.num_known + seq.num_unknown
+            if seq.state is not State.RUNNING or target == seq.max_len:
                 continue  # preempted a moment ago; or its last token is in flight
-            if num_todo > 1 or seq.num_scheduled < seq.prompt_len:
+            if target - seq.num_scheduled > 1 or seq.num_scheduled < seq.prompt_len:
                 chunked.append(seq)
-            elif plan.budget and self._grow(seq, plan):
-                plan.add(seq, 1)
-                if seq.target + 1 == seq.max_len:
+            elif plan.budget and (seq.num_scheduled < len(seq.blocks) * block_size or self._grow(seq, plan)):
+                plan.add_decode(seq)
+                if target + 1 == seq.max_len:
                     self._leaving.add(seq.request.request_id)
         for seq in chunked:
             if plan.budget and seq.state is State.RUNNING:
@@ -244,9 +241,7 @@ class Scheduler:
             self._leaving.add(seq.request.request_id)
 
     def _grow(self, seq: Sequence, plan: Plan) -> bool:
-        """Make sure that the next token of a sequence has a slot; false when it must wait for one."""
-        if seq.num_scheduled < len(seq.blocks) * self._config.block_size:
-            return True
+        """One more block for a sequence whose blocks are full; false when it must wait for one."""
         while not self._pool.num_free:
             plan.starved = True
             newest = next(reversed(self._running.values()))
@@ -320,16 +315,23 @@ class Scheduler:
             seq.state = State.ENDED
             self._leave(seq)
 
-    def _register_blocks(self, seq: Sequence, num_computed: int) -> None:
-        """The KV of `num_computed` tokens is there: their full blocks may be shared from now on."""
-        if self._config.prefix_cache:
-            block_size = self._config.block_size
-            for idx in range(seq.num_registered, num_computed // block_size):
-                self._pool.register(seq.blocks[idx], seq.block_hash(idx, block_size))
-                seq.num_registered = idx + 1
+    def _register_blocks(self, batch: Batch, seqs: list[Sequence]) -> None:
+        """The KV of a step is there: blocks that it has filled may be shared from now on."""
+        if not self._config.prefix_cache:
+            return
+        num_full = batch.kv_lens // self._config.block_size
+        num_before = (batch.kv_lens - np.diff(batch.query_start)) // self._config.block_size
+        for idx in np.flatnonzero(num_full > num_before).tolist():
+            self._register(seqs[idx], int(num_full[idx]))
+
+    def _register(self, seq: Sequence, num_full: int) -> None:
+        block_size = self._config.block_size
+        for idx in range(seq.num_registered, num_full):
+            self._pool.register(seq.blocks[idx], seq.block_hash(idx, block_size))
+            seq.num_registered = idx + 1
 
     def _append_token(self, seq: Sequence, token_id: int) -> StepOutput:
-        seq.tokens[seq.num_known] = token_id
+        seq.tokens[seq.num_known] = seq.last_id = token_id
         seq.num_known += 1
         reason: FinishReason | None = None
         if token_id in seq.stop_ids and seq.num_known > seq.min_len:
@@ -341,7 +343,7 @@ class Scheduler:
             seq.state = State.ENDED
             self._running.pop(request_id, None)
             self._preempting.pop(request_id, None)
-        return StepOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
+        return StepOutput(request_id, (token_id,), reason)
 
     def _leave(self, seq: Sequence) -> None:
         """Take row and blocks from a sequence that no longer runs, as soon as none of its steps is in flight."""

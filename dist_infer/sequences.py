@@ -1,6 +1,5 @@
 """The sequences of a scheduler, one by one and as the arrays of a batch. Host data only: no torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
@@ -9,7 +8,7 @@ import numpy as np
 
 from dist_infer.config import SchedulerConfig
 from dist_infer.pages import chain_hash
-from dist_infer.types import Batch, BatchKind, Int64Array, Request, SamplingParams
+from dist_infer.types import Batch, BatchKind, Int32Array, Int64Array, Request, SamplingParams
 
 _UNKNOWN_TOKEN = -1
 _NO_PAGE = -1
@@ -37,6 +36,7 @@ class Sequence:
     max_len: int
     min_len: int
     stop_ids: frozenset[int]
+    last_id: int = _UNKNOWN_TOKEN  # the newest known token of the answer
     state: State = State.WAITING
     num_scheduled: int = 0  # tokens whose KV is computed, or will be by the steps in flight
     num_unknown: int = 0
@@ -107,6 +107,8 @@ class Plan:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     starved: bool = False  # somebody lacks a block: admit nobody
+    num_decodes: int = 0  # leading sequences that compute the one token after their newest one
+    has_options: bool = False  # some sequence does
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` tokens of a sequence."""
@@ -115,6 +117,29 @@ class Plan:
         self.starts.append(start)
         self.ends.append(start + num_tokens)
         self.budget -= num_tokens
+        self.has_options = self.has_options or seq.has_options
+
+    def add_decode(self, seq: Sequence) -> None:
+        """The token that a sequence has just got, or gets from a step in flight; before any other `add`."""
+        start = seq.num_scheduled
+        self.seqs.append(seq)
+        self.starts.append(start)
+        self.ends.append(start + 1)
+        self.budget -= 1
+        self.num_decodes += 1
+        if seq.has_options:
+            self.has_options = True
+
+    def input_ids(self) -> Int64Array:
+        """The tokens that are computed, one sequence after another."""
+        decodes = [_UNKNOWN_TOKEN if seq.num_unknown else seq.last_id for seq in self.seqs[: self.num_decodes]]
+        parts = [np.array(decodes, np.int64)]
+        others = slice(self.num_decodes, None)
+        parts += [
+            seq.tokens[start:end]
+            for seq, start, end in zip(self.seqs[others], self.starts[others], self.ends[others], strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Rows:
@@ -129,6 +154,8 @@ class Rows:
         self._top_k = np.zeros(config.max_num_seqs, np.int32)
         self._top_p = np.ones(config.max_num_seqs, np.float64)
         self._seeds = np.zeros(config.max_num_seqs, np.int64)
+        self._request_ids = np.zeros(config.max_num_seqs, np.int64)
+        self._prompt_lens = np.zeros(config.max_num_seqs, np.int64)
 
     @property
     def num_free(self) -> int:
@@ -143,6 +170,8 @@ class Rows:
         self._top_k[row] = min(sampling.top_k, _MAX_INT32)
         self._top_p[row] = sampling.top_p
         self._seeds[row] = sampling.seed
+        self._request_ids[row] = request.request_id
+        self._prompt_lens[row] = len(request.prompt_ids)
         return row
 
     def give_back(self, row: int, num_pages: int) -> None:
@@ -159,19 +188,25 @@ class Rows:
         num_seqs = len(plan.seqs)
         rows = np.array([seq.row for seq in plan.seqs], np.int32)
         starts, ends = np.array(plan.starts, np.int64), np.array(plan.ends, np.int64)
-        lens = ends - starts
+        targets = np.array([seq.num_known + seq.num_unknown for seq in plan.seqs], np.int64)
         query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(lens, out=query_start[1:])
-        token_seqs = np.repeat(np.arange(num_seqs), lens)
-        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[token_seqs]
-        pages = self._pages[rows[token_seqs], positions // self._block_size]
-        targets = np.array([seq.target for seq in plan.seqs], np.int64)
-        logit_seqs = np.flatnonzero(ends == targets).astype(np.int32)
+        if plan.num_decodes == num_seqs:
+            query_start[1:] = np.arange(1, num_seqs + 1)
+            token_rows, positions = rows, starts
+            logit_seqs = np.arange(num_seqs, dtype=np.int32)
+        else:
+            lens = ends - starts
+            np.cumsum(lens, out=query_start[1:])
+            token_seqs = np.repeat(np.arange(num_seqs), lens)
+            token_rows = rows[token_seqs]
+            positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[token_seqs]
+            logit_seqs = np.flatnonzero(ends == targets).astype(np.int32)
+        pages = self._pages[token_rows, positions // self._block_size]
         logit_state_rows = rows[logit_seqs]
         return Batch(
-            kind=_kind_of(plan),
-            request_ids=np.array([seq.request.request_id for seq in plan.seqs], np.int64),
-            token_ids=np.concatenate(list(_input_ids(plan))),
+            kind=self._kind_of(plan, rows, starts, ends, targets),
+            request_ids=self._request_ids[rows],
+            token_ids=plan.input_ids(),
             positions=positions,
             slots=pages.astype(np.int64) * self._block_size + positions % self._block_size,
             query_start=query_start,
@@ -187,21 +222,15 @@ class Rows:
             draw_positions=ends[logit_seqs],
         )
 
-
-def _input_ids(plan: Plan) -> Iterator[Int64Array]:
-    unknown = np.full(1, _UNKNOWN_TOKEN, np.int64)
-    for seq, start, end in zip(plan.seqs, plan.starts, plan.ends, strict=True):
-        yield seq.tokens[start:end] if end <= seq.num_known else unknown
-
-
-def _kind_of(plan: Plan) -> BatchKind:
-    kind = BatchKind.DECODE
-    for seq, start, end in zip(plan.seqs, plan.starts, plan.ends, strict=True):
-        if start == 0:
+    def _kind_of(
+        self, plan: Plan, rows: Int32Array, starts: Int64Array, ends: Int64Array, targets: Int64Array
+    ) -> BatchKind:
+        if plan.num_decodes == len(rows):
+            return BatchKind.DECODE
+        if not starts.all():
             return BatchKind.PREFILL
-        if start < seq.prompt_len or end - start > 1 or end < seq.target:
-            kind = BatchKind.EXTEND
-    return kind
+        is_chunk = (starts < self._prompt_lens[rows]) | (ends - starts > 1) | (ends < targets)
+        return BatchKind.EXTEND if is_chunk.any() else BatchKind.DECODE
 
 
 def ceil_div(value: int, divisor: int) -> int:

@@ -110,16 +110,20 @@ class StepScores:
     of_token: Mapping[int, tuple[TokenScore, ...]]
     of_prompt: Mapping[int, tuple[TokenScore, ...]]
 
-    def added_to(self, output: StepOutput | None, idx: int, seq: Sequence) -> StepOutput | None:
-        """The output of sequence `idx` of the batch with its scores; one without tokens for a part of a prompt."""
-        prompt_scores = self.of_prompt.get(idx, ())
-        seq.num_scored += len(prompt_scores)
-        if output is None:
-            if not prompt_scores or seq.state is State.ENDED:
-                return None
-            output = StepOutput(request_id=seq.request.request_id, token_ids=())
-        output.scores, output.prompt_scores = self.of_token.get(idx, ()), prompt_scores
-        return output
+    def added_to(self, outputs: Mapping[int, StepOutput], seqs: Seq[Sequence]) -> dict[int, StepOutput]:
+        """The outputs of a batch by sequence, with their scores, and one without tokens for a mere part of a prompt."""
+        told = {}
+        for idx, seq in enumerate(seqs):
+            prompt_scores = self.of_prompt.get(idx, ())
+            seq.num_scored += len(prompt_scores)
+            output = outputs.get(idx)
+            if output is None:
+                if not prompt_scores or seq.state is State.ENDED:
+                    continue
+                output = StepOutput(request_id=seq.request.request_id, token_ids=())
+            output.scores, output.prompt_scores = self.of_token.get(idx, ()), prompt_scores
+            told[idx] = output
+        return told
 
 
 def read_scores(

@@ -254,7 +254,7 @@ class TokenScore:
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen, which takes twice as long: each sequence gets one in each step
+@dataclass(slots=True)  # not frozen nor keyword-only, which take twice as long: each sequence gets one in each step
 class StepOutput:
     """What a step gave one request: its new token ids and, when it ended, why.
 

@@ -20,13 +20,15 @@ _TORCH_DTYPES = {
 
 
 def upload(arrays: Mapping[str, HostArray], device: torch.device, *, into: Tensor | None = None) -> dict[str, Tensor]:
-    """The arrays on the device, each in its own dtype and shape, one after another in memory, each at a whole word.
+    """The arrays on the device, each in its own dtype and shape.
 
-    `into` is memory to fill from its start; without it they are views of a fresh tensor.
+    `into` is memory to fill from its start, one after another, each at a whole word.
 
     Shapes: into [words] int64, contiguous, at least `num_words` of all arrays.
     Stream: the current one; the host waits for nothing.
     """
+    if device.type == "cpu" and into is None:
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     counts = [num_words(array) for array in arrays.values()]
     total = sum(counts)
     # A fresh pinned buffer each time: torch hands it out again only when the copy out of it is done.

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.reference.sample import host_row_keys as reference_host_row_keys
 from dist_infer.kernels.reference.sample import row_keys as reference_row_keys
 from dist_infer.kernels.reference.sample import sample as reference_sample
+from dist_infer.types import Int64Array
 
 RowKeysFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 SampleFunction: TypeAlias = Callable[[Tensor, Tensor | int, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
@@ -41,6 +43,14 @@ def row_keys(seeds: Tensor, positions: Tensor, *, library: Library[RowKeysFuncti
     Shapes: all [L] int64.
     """
     return library.function(seeds, positions)
+
+
+def host_row_keys(seeds: Int64Array, positions: Int64Array) -> Int64Array:
+    """The same from and to arrays of the host.
+
+    Shapes: all [L].
+    """
+    return reference_host_row_keys(seeds, positions)
 
 
 def sample(

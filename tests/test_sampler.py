@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh, split_range
+from dist_infer.kernels import sample as sample_op
 from dist_infer.launch.world import World
 from dist_infer.sampler import Sampler, nucleus_mask, prefix_sums
 from dist_infer.types import Batch
@@ -330,3 +331,23 @@ def test_what_does_not_fit_is_refused() -> None:
         whole(10).sample(torch.zeros(2, 10), make_rows([GREEDY]))
     with pytest.raises(ValueError, match="a vocabulary of 0"):
         Sampler(SingleCollectives(), range(1), 0)
+
+
+def test_keys_on_the_host_are_those_on_a_device() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (200,), generator=generator)
+    positions = torch.arange(200) * 977
+    expected = sample_op.row_keys(seeds, positions)
+    assert np.array_equal(sample_op.host_row_keys(seeds.numpy(), positions.numpy()), expected.numpy())
+
+
+def test_a_plan_keeps_rows_of_one_way_in_order_and_sorts_others() -> None:
+    sampler = Sampler(SingleCollectives(), range(50), 50)
+    plan = sampler.plan(make_rows([(0.7, 0, 1.0)] * 5))
+    assert plan.columns["rows"].tolist() == [0, 1, 2, 3, 4] and plan.sizes == (0, 5, 0, 0)
+    mixed = sampler.plan(make_rows(MIXED))
+    assert mixed.columns["rows"].tolist() == [0, 5, 9, 1, 6, 2, 4, 8, 3, 7] and mixed.sizes == (3, 2, 3, 2)
+    assert mixed.num_candidates == 6
+    assert mixed.columns["top_k"].tolist() == [[row[1] for row in MIXED][idx] for idx in mixed.columns["rows"]]
+    greedy = sampler.plan(make_rows([GREEDY] * 3))
+    assert greedy.columns["keys"].tolist() == [0, 0, 0]

@@ -128,7 +128,7 @@ def register_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan_and_register(self: Scheduler, seq: Sequence, plan: Plan) -> None:
         plan_chunk(self, seq, plan)
-        self._register_blocks(seq, plan.ends[-1])
+        self._register(seq, plan.ends[-1] // self._config.block_size)
 
     monkeypatch.setattr(Scheduler, "_plan_chunk", plan_and_register)
 

@@ -29,7 +29,7 @@ def test_a_mixed_batch() -> None:
     chunk.num_scheduled = 3
     fresh = start(rows, 9, [6, 6], [5])
     plan = Plan(budget=16)
-    plan.add(decode, 1)
+    plan.add_decode(decode)
     plan.add(chunk, 6)
     plan.add(fresh, 2)
     batch = rows.fill(plan)
@@ -82,11 +82,13 @@ def test_kinds() -> None:
         seq = Sequence.arrive(
             Request(request_id=0, prompt_ids=(1,) * 6, sampling=SamplingParams(max_tokens=9)), arrival=0
         )
-        seq.row, seq.num_scheduled, seq.num_known = 0, num_scheduled, 6 + num_output
-        rows.set_pages(0, 0, [0, 1, 2, 3])
+        seq.row, seq.num_scheduled, seq.num_known = rows.take(seq.request), num_scheduled, 6 + num_output
+        rows.set_pages(seq.row, 0, [0, 1, 2, 3])
         plan = Plan(budget=16)
         plan.add(seq, num_tokens)
-        return rows.fill(plan).kind
+        found = rows.fill(plan).kind
+        rows.give_back(seq.row, 4)
+        return found
 
     assert kind(0, 6, num_output=0) is kind(0, 1, num_output=0) is BatchKind.PREFILL
     assert kind(4, 2, num_output=0) is kind(5, 1, num_output=0) is BatchKind.EXTEND

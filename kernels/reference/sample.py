@@ -1,7 +1,13 @@
 """The choice of a token and the noise for it in plain torch; the contract stands in kernels/sample.py."""
 
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Bits = TypeVar("Bits", Tensor, npt.NDArray[np.int64])
 
 _NOISY_ELEMENTS = 2**20  # noise is drawn for so many elements at a time: 8 MiB for each float64 or int64 of them
 
@@ -14,8 +20,8 @@ def _signed(bits: int) -> int:
 _GOLDEN, _FIRST, _SECOND = (_signed(bits) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def draw(keys: Tensor, numbers: Tensor) -> Tensor:
-    """64 random bits for each pair of a key and a number.
+def draw(keys: Bits, numbers: Bits) -> Bits:
+    """64 random bits for each pair of a key and a number; on arrays of the host too.
 
     Shapes: int64, broadcast against each other.
     """
@@ -40,6 +46,11 @@ def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """See `dist_infer.kernels.sample.row_keys`."""
     return draw(draw(torch.zeros_like(seeds), seeds), positions)
+
+
+def host_row_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same on the host, which takes less time than a device for the few rows of a step."""
+    return draw(draw(np.zeros_like(seeds), seeds), positions)
 
 
 def sample(logits: Tensor, ids: Tensor | int, temperature: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,6 +82,8 @@ def _best(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return best.double(), torch.where(scores == best[:, None], ids, nobody).amin(1)
 
 
-def _shift_right(bits: Tensor, count: int) -> Tensor:
+def _shift_right(bits: Bits, count: int) -> Bits:
     """Zeros come in from the left, where int64's own shift would repeat the sign."""
-    return (bits >> count).bitwise_and_((1 << 64 - count) - 1)
+    shifted = bits >> count
+    shifted &= (1 << 64 - count) - 1
+    return shifted
