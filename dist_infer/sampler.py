@@ -15,15 +15,17 @@ min-p (ids at least min_p times as likely as the likeliest), top-k, then top-p o
 seed, position and token id, and sums are taken in an order that doesn't depend on the other rows, so a request gets the
 same tokens for any number of ranks, alone or in company.
 
-Rows in company go through `sample`, each on its way. A whole batch of greedy and noisy rows can also go through
-`choose`: one way for all, with parameters that are read on the device, so it can be captured in a graph. A greedy row
-is a noisy one of temperature 0, bit for bit.
+Rows in company go through `sample`, each on its way. A whole batch can also go through `choose`: one way for all, with
+options that are read on the device, so it can be captured in a graph. A greedy row is a noisy one of temperature 0, bit
+for bit. Filtered rows (top-k, top-p, min-p) can go there too if one rank has the whole vocabulary (see
+kernels/sample_filtered).
 
 Source: vLLM, vllm/v1/sample/sampler.py.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,8 +33,9 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
 from dist_infer.kernels import sample as sample_op
+from dist_infer.kernels import sample_filtered as filter_op
 from dist_infer.kernels import top_k as top_k_op
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.logit_edits import edit_logits
 from dist_infer.token_scores import score_tokens
 from dist_infer.types import Batch, Float64Array, Int64Array
@@ -121,6 +124,7 @@ class Sampler:
         vocab_size: int,
         *,
         sample_library: Library[sample_op.SampleFunction] = sample_op.LIBRARIES[-1],
+        filter_library: Library[filter_op.SampleFilteredFunction] | None = None,
         top_k_library: Library[top_k_op.TopKFunction] = top_k_op.LIBRARIES[-1],
     ) -> None:
         if vocab_size < 1 or vocab_range.step != 1:
@@ -133,7 +137,30 @@ class Sampler:
         self._ids: Tensor | None = None  # of the columns
         self._shard_sizes: list[int] | None = None  # asked for by the first batch that gathers logits
         self._sample_library = sample_library
+        self._filter_library = filter_library
         self._top_k_library = top_k_library
+
+    @classmethod
+    def choosing(
+        cls, tp: Collectives, vocab_range: range, vocab_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> Self:
+        """One with the best libraries for logits of `dtype` on `device`."""
+        target = Target(device=device, dtype=dtype, geometry={"columns": len(vocab_range)})
+        return cls(
+            tp,
+            vocab_range,
+            vocab_size,
+            sample_library=resolve("sample", sample_op.LIBRARIES, target).pick(),
+            filter_library=resolve("sample_filtered", filter_op.LIBRARIES, target).pick(),
+            top_k_library=resolve("top_k", top_k_op.LIBRARIES, target).pick(),
+        )
+
+    @property
+    def graph_blocker(self) -> str | None:
+        """Why `choose` can't be captured in a graph; None where it can."""
+        if not self._sample_library.graph_safe:
+            return f"sample by {self._sample_library.name} can't be captured"
+        return None if self._tp.capturable else "the collectives of the sampler can't be captured"
 
     def options(self, batch: Batch) -> HostOptions:
         """How the tokens of a batch are chosen, as `choose` reads it."""
@@ -212,15 +239,34 @@ class Sampler:
             token_ids.index_copy_(0, ways.nucleus.rows, self._sample_sorted(values, ids, ways.nucleus))
         return token_ids
 
+    @property
+    def can_filter(self) -> bool:
+        """`choose` also takes filtered rows."""
+        return self._filter_library is not None and self._filter_library.graph_safe and self._tp.size == 1
+
     @torch.inference_mode()
-    def choose(self, logits: Tensor, options: RowOptions) -> Tensor:
-        """The next tokens of rows that are greedy or noisy, none filtered.
+    def choose(self, logits: Tensor, options: RowOptions, *, filtered: bool = False) -> Tensor:
+        """The next tokens of rows that are greedy or noisy; of any rows if `filtered`, where the sampler can.
 
         Nothing here depends on the values of the options: one captured call serves all.
 
         Shapes: logits [L, V] -> [L] int64.
         Ranks: collective over tp.
+        Errors: ValueError for filtered rows where `can_filter` is false.
         """
+        if filtered:
+            if self._filter_library is None or self._tp.size > 1:
+                raise ValueError("sampler: filtered rows need a library for them and one rank")
+            own = logits[:, : self._num_real]
+            return filter_op.sample_filtered(
+                own,
+                options.temperature,
+                options.top_k,
+                options.top_p,
+                options.min_p,
+                options.keys,
+                library=self._filter_library,
+            )
         own, ids = self._own_columns(logits)
         bests = sample_op.sample(own, ids, options.temperature, options.keys, library=self._sample_library)
         if self._tp.size == 1:

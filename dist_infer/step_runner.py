@@ -4,11 +4,12 @@ What the engine drives. All collectives of a step are inside `launch`; `prepare`
 waits for the device here.
 
 A decode step for which all ranks want a graph replays its forward pass, and the choice of tokens behind it. Where a row
-asks for top-k, top-p or min-p, for edits or scores, tokens are chosen outside of the graph, kernel by kernel.
+asks for edits or scores, tokens are chosen outside of the graph, kernel by kernel; also for top-k, top-p and min-p if
+several ranks share the vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,31 +19,32 @@ from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.graphs import Capture, DecodeGraphs, Program
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.runner import Runner
-from dist_infer.sampler import SamplePlan, Sampler
+from dist_infer.sampler import RowOptions, SamplePlan, Sampler
 from dist_infer.types import Batch, BatchKind, Float64Array, Int64Array, ScoreRows
 from dist_infer.upload import upload
 
 _SCORED_ELEMENTS = 2**23  # logits of a prompt that are scored at a time: 64 MiB of float64 over all shards
-_FORWARD, _CHOICE = "forward", "choice"  # parts of a graph
+_FORWARD, _CHOICE, _FILTERED_CHOICE = "forward", "choice", "filtered choice"  # parts of a graph
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
     """A batch on the host and on the device.
 
-    `inputs` is None for a decode step whose inputs are where a graph finds them. With `plan` the rows go their own
-    ways through the sampler; without it they are greedy or noisy, and their options are with those inputs.
+    `inputs` is None for a decode step whose inputs are where a graph finds them. The rows go their own ways through the
+    sampler (`ways`: the plan and its columns), or all go one way, by `options`.
     """
 
     batch: Batch
     inputs: StepInputs | None
-    plan: SamplePlan | None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # of the plan
+    ways: tuple[SamplePlan, Mapping[str, Tensor]] | None = None
+    options: RowOptions | None = None
+    is_filtered: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """The graph's own way of choosing tokens is this step's."""
-        return self.plan is None and self.batch.edits is None and self.batch.scores is None
+        """A graph can choose the tokens."""
+        return self.ways is None and self.batch.edits is None and self.batch.scores is None
 
 
 class SampledIds:
@@ -105,16 +107,29 @@ class StepRunner:
 
     def prepare(self, batch: Batch) -> PreparedStep:
         """Start the copy of the inputs to the device. Ranks: local."""
+        if self._runner.decode_inputs is None:
+            return self._prepare_by_ways(batch)
+        options = self._sampler.options(batch)
+        filtered = options.is_filtered
+        by_ways = filtered and (batch.edits is not None or not self._sampler.can_filter)
         if self._runner.takes(batch):
-            options = self._sampler.options(batch)
-            self._runner.fill(batch, options)
-            if not options.is_filtered:
-                return PreparedStep(batch, None, None)
-            plan = self._sampler.plan(batch)
-            return PreparedStep(batch, None, plan, upload(plan.columns, self._token_ids.device))
+            inputs = self._runner.fill(batch, options)
+            ways = self._upload_ways(batch) if by_ways else None
+            on_device = inputs.row_options(batch.num_seqs)
+            return PreparedStep(batch=batch, inputs=None, ways=ways, options=on_device, is_filtered=filtered)
+        if by_ways:
+            return self._prepare_by_ways(batch)
+        step_inputs, columns = self._runner.prepare_with(batch, dict(options.columns()))
+        return PreparedStep(batch=batch, inputs=step_inputs, options=RowOptions(**columns), is_filtered=filtered)
+
+    def _prepare_by_ways(self, batch: Batch) -> PreparedStep:
         plan = self._sampler.plan(batch)
         inputs, columns = self._runner.prepare_with(batch, plan.columns)
-        return PreparedStep(batch, inputs, plan, columns)
+        return PreparedStep(batch=batch, inputs=inputs, ways=(plan, columns))
+
+    def _upload_ways(self, batch: Batch) -> tuple[SamplePlan, Mapping[str, Tensor]]:
+        plan = self._sampler.plan(batch)
+        return plan, upload(plan.columns, self._token_ids.device)
 
     @torch.inference_mode()
     def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
@@ -132,7 +147,7 @@ class StepRunner:
         graphs.replay(size, _FORWARD)
         num_seqs = step.batch.num_seqs
         if step.is_plain:
-            graphs.replay(size, _CHOICE)
+            graphs.replay(size, _FILTERED_CHOICE if step.is_filtered else _CHOICE)
             return SampledIds(self._token_ids[:num_seqs])
         return self._choose(step, self._inputs_of(step), self._left_by_forward(num_seqs))
 
@@ -155,10 +170,12 @@ class StepRunner:
         if batch.edits is not None:
             input_ids = inputs.token_ids.index_select(0, inputs.logit_rows)
         edited = self._sampler.edited(logits, batch, input_ids)
-        if step.plan is not None:
-            token_ids = self._sampler.sample_planned(edited, step.plan, step.columns)
+        if step.ways is not None:
+            token_ids = self._sampler.sample_planned(edited, *step.ways)
+        elif step.options is not None:
+            token_ids = self._sampler.choose(edited, step.options, filtered=step.is_filtered)
         else:
-            token_ids = self._sampler.choose(edited, self._decode_inputs.row_options(batch.num_seqs))
+            raise ValueError("a step was prepared without a way to choose its tokens")
         self._runner.remember(inputs, token_ids)
         if batch.scores is None:
             return SampledIds(token_ids)
@@ -166,7 +183,13 @@ class StepRunner:
 
     def _parts(self, size: int) -> dict[str, Program]:
         """A graph's parts: see module docstring of graphs."""
-        return {_FORWARD: lambda: self._forward_in_place(size), _CHOICE: lambda: self._choose_in_place(size)}
+        parts: dict[str, Program] = {
+            _FORWARD: lambda: self._forward_in_place(size),
+            _CHOICE: lambda: self._choose_in_place(size, filtered=False),
+        }
+        if self._sampler.can_filter:
+            parts[_FILTERED_CHOICE] = lambda: self._choose_in_place(size, filtered=True)
+        return parts
 
     def _forward_in_place(self, size: int) -> None:
         hidden = self._runner.forward(self._decode_inputs.step_inputs(size))
@@ -174,10 +197,10 @@ class StepRunner:
             self._hidden = torch.empty_like(hidden)
         self._left_by_forward(size).copy_(hidden)
 
-    def _choose_in_place(self, size: int) -> None:
+    def _choose_in_place(self, size: int, *, filtered: bool) -> None:
         inputs = self._decode_inputs
         logits = self._runner.model.logits(self._left_by_forward(size))
-        token_ids = self._sampler.choose(logits, inputs.row_options(size))
+        token_ids = self._sampler.choose(logits, inputs.row_options(size), filtered=filtered)
         self._token_ids[:size].copy_(token_ids)
         self._runner.last_token_ids.index_copy_(0, inputs.state_rows(size), token_ids)
 

@@ -92,7 +92,8 @@ def serve(folder: Path, requests: list[Request], recorder: Recorder | None = Non
     model = load_tiny_model(folder, dtype=torch.float64, device="cpu")
     shard = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
     kv_cache = KVCache(model.config, shard, CONFIG.num_kv_blocks, CONFIG.block_size, torch.float64, CPU)
-    sampler = Sampler(SingleCollectives(), model.vocab_range, model.config.vocab_size)
+    tp = SingleCollectives()
+    sampler = Sampler.choosing(tp, model.vocab_range, model.config.vocab_size, device=CPU, dtype=torch.float64)
     if recorder is None:
         step_runner = StepRunner(Runner(model, kv_cache, max_num_seqs=5, device=CPU), sampler)
     else:
@@ -118,16 +119,20 @@ def make_requests(*samplings: dict[str, Any]) -> list[Request]:
 
 
 GREEDY, NOISY = {"temperature": 0.0}, {"temperature": 0.9}
-RARE = {"temperature": 1.1, "top_k": 9, "top_p": 0.9}, {"presence_penalty": 0.5}, {"logprobs": 2}, {"min_p": 0.1}
+FILTERED = {"temperature": 1.1, "top_k": 9, "top_p": 0.9}, {"top_k": 1}, {"min_p": 0.1}, {"top_p": 0.5}
+RARE = {"presence_penalty": 0.5}, {"logprobs": 2, "top_k": 9}, {"logit_bias": ((5, 4.0),), "top_p": 0.9}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v2-lite"])
-def test_replayed_steps_give_the_tokens_of_eager_ones(folders: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize("samplings", [(GREEDY, NOISY), (*FILTERED, NOISY)], ids=["plain", "filtered"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    folders: dict[str, Path], family: str, samplings: tuple[dict[str, Any], ...]
+) -> None:
     recorder = Recorder()
-    requests = make_requests(GREEDY, NOISY)
+    requests = make_requests(*samplings)
     replayed = serve(folders[family], requests, recorder)
     assert replayed.tokens == serve(folders[family], requests).tokens
-    assert recorder.num_captured == 2 * 3
+    assert recorder.num_captured == 3 * 3
     assert recorder.num_replayed == 2 * replayed.kinds.count(BatchKind.DECODE)
     assert BatchKind.EXTEND in replayed.kinds and BatchKind.DECODE in replayed.kinds
 

@@ -19,8 +19,6 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
 from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.graphs import CudaCapture, DecodeGraphs, default_sizes
-from dist_infer.kernels import sample as sample_op
-from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kv_cache import KVCache
 from dist_infer.launch.world import World
 from dist_infer.runner import Runner
@@ -189,13 +187,11 @@ def _graph_sizes(
 
     Ranks: collective over the world.
     """
-    reason = shard.model.graph_blocker
+    reason = shard.model.graph_blocker or _sampler(plan, shard, world).graph_blocker
     if plan.device.type != "cuda":
         reason = "graphs need a GPU"
     elif options.eager:
         reason = "--eager"
-    elif reason is None and not _sample_library(plan).graph_safe:
-        reason = f"sample by {_sample_library(plan).name} can't be captured"
     (all_can,) = world.all_min([int(reason is None)])
     if not all_can:
         return (), reason or "another rank can't capture graphs"
@@ -207,16 +203,11 @@ def _announce(sizes: Sequence[int], reason: str | None) -> None:
         _log.warning("decode steps are launched kernel by kernel: %s", reason)
         return
     _log.info(
-        "decode steps of up to %d sequences are replayed as graphs of %s; top-k, top-p, min-p, edits and scores are"
+        "decode steps of up to %d sequences are replayed as graphs of %s; edits of logits and log probabilities are"
         " computed behind them, kernel by kernel",
         sizes[-1],
         ", ".join(map(str, sizes)),
     )
-
-
-def _sample_library(plan: ShardPlan) -> Library[sample_op.SampleFunction]:
-    target = Target(device=plan.device, dtype=plan.dtype, geometry={"vocabulary": plan.config.vocab_size})
-    return resolve("sample", sample_op.LIBRARIES, target).pick()
 
 
 def _build_runner(
@@ -239,10 +230,10 @@ def _build_runner(
         device=plan.device,
         decode_inputs=decode_inputs,
     )
-    sampler = Sampler(
-        world.communicators(plan.mesh).tp,
-        shard.model.vocab_range,
-        plan.config.vocab_size,
-        sample_library=_sample_library(plan),
-    )
-    return StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)
+    return StepRunner(runner, _sampler(plan, shard, world), DecodeGraphs(graph_sizes) if graph_sizes else None)
+
+
+def _sampler(plan: ShardPlan, shard: Shard, world: World) -> Sampler:
+    """Ranks: local."""
+    tp = world.communicators(plan.mesh).tp
+    return Sampler.choosing(tp, shard.model.vocab_range, plan.config.vocab_size, device=plan.device, dtype=plan.dtype)

@@ -1,0 +1,73 @@
+"""Checkpoints of all families with the shapes of heads that real ones have, and runners of them on a GPU."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.mesh import split_heads
+from dist_infer.config import SchedulerConfig
+from dist_infer.decode_inputs import DecodeInputs
+from dist_infer.graphs import CudaCapture, DecodeGraphs
+from dist_infer.kv_cache import KVCache
+from dist_infer.models.decoder import Decoder
+from dist_infer.runner import Runner
+from dist_infer.sampler import Sampler
+from dist_infer.step_runner import StepRunner
+from tests.tiny_families import make_tiny
+from tests.tiny_models import make_tiny_llama
+
+_GROUPED: Mapping[str, Any] = MappingProxyType(
+    {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+)
+_LATENT: Mapping[str, Any] = MappingProxyType(
+    {"hidden_size": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+)
+_EXPERTS: Mapping[str, Any] = MappingProxyType({"intermediate_size": 192, "moe_intermediate_size": 64})
+REAL_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {},
+        "qwen3-moe": {**_GROUPED, **_EXPERTS, "num_experts": 16, "num_experts_per_tok": 4},
+        "mixtral": {**_GROUPED, "intermediate_size": 64, "num_local_experts": 8},
+        "minimax-m2": {**_GROUPED, "intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
+        "deepseek-v2-lite": {**_LATENT, **_EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
+        "deepseek-v2": {**_LATENT, **_EXPERTS, "q_lora_rank": 96, "n_routed_experts": 12},
+        "deepseek-v3": {**_LATENT, **_EXPERTS, "q_lora_rank": 96, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    }
+)
+
+
+def make_real_shaped(folder: Path, family: str) -> Path:
+    """A random checkpoint of a family, small but for its heads."""
+    if family == "llama":
+        return make_tiny_llama(folder, 32, 8, head_dim=128, intermediate_size=192, std=0.08)
+    return make_tiny(folder, family, std=0.08, **REAL_SHAPES[family])
+
+
+def make_step_runner(
+    model: Decoder, config: SchedulerConfig, dtype: torch.dtype, *, graph_sizes: Sequence[int] = ()
+) -> StepRunner:
+    """A step runner of one rank on the GPU, with captured graphs of these sizes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    shard = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
+    runner = Runner(
+        model,
+        KVCache(model.config, shard, config.num_kv_blocks, config.block_size, dtype, device),
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        decode_inputs=DecodeInputs(
+            max_num_seqs=config.max_num_seqs,
+            max_pages=-(-config.max_model_len // config.block_size),
+            block_size=config.block_size,
+            device=device,
+        ),
+    )
+    sampler = Sampler.choosing(
+        SingleCollectives(), model.vocab_range, model.config.vocab_size, device=device, dtype=dtype
+    )
+    step_runner = StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)
+    step_runner.capture(CudaCapture(device))
+    return step_runner
