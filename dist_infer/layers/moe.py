@@ -14,9 +14,9 @@ from dist_infer.comm.mesh import Mesh, split_range
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.config import ModelConfig, MoeConfig
 from dist_infer.errors import UsageError
-from dist_infer.kernels import linear as linear_op
 from dist_infer.kernels import moe_experts as experts_op
 from dist_infer.kernels import moe_route as route_op
+from dist_infer.kernels import router_gemm as router_op
 from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.layers.mlp import GatedMlp
 from dist_infer.layers.setup import LayerSetup
@@ -51,7 +51,7 @@ class Router:
             group_score=moe.group_score,
             uniform=setup.uniform_routing,
         )
-        self._linear = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=moe.num_experts)
+        self._gemm = setup.choose("router_gemm", router_op.LIBRARIES, width=hidden_size, experts=moe.num_experts)
         self._route = setup.choose("moe_route", route_op.LIBRARIES, experts=moe.num_experts, top_k=moe.top_k)
 
     def __call__(self, hidden: Tensor, num_real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class Router:
         Shapes: hidden [R, D], num_real [1] int32 -> two of [R, K].
         Ranks: local.
         """
-        logits = linear_op.linear(hidden.to(self.weight.dtype), self.weight, library=self._linear)
+        logits = router_op.router_gemm(hidden, self.weight, library=self._gemm)
         return route_op.moe_route(logits, self.bias, self._method, num_real, library=self._route)
 
     def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:

@@ -1,7 +1,8 @@
 """Matrix products over blocks of pairs (moe_align), each with the weights of its expert, in Triton.
 
 P pairs, K experts a row, E experts, D model, I intermediate channels. A program takes a block of pairs and some output
-channels; programs of unused blocks end at once, so that the grid follows from upper bounds. Accumulation in float32.
+channels; programs of unused blocks end at once, so that the grid follows from upper bounds. With a tile that splits
+tails, a block that is filled by half or by a quarter is computed as one of that size. Accumulation in float32.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
 
@@ -24,7 +26,7 @@ def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Til
     out = x.new_empty(len(blocks.order), inner)
     _gate_up_kernel[(num_blocks * triton.cdiv(inner, tile.block_n),)](
         x,
-        *_matrix(weight, tile),
+        *_matrix(weight, tile.block_n, tile.block_k),
         *blocks[:2],
         out,
         num_blocks,
@@ -34,6 +36,7 @@ def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Til
         blocks.block_len,
         *tile.sizes,
         **tile.launch,
+        **chained(x),
     )
     return out
 
@@ -41,13 +44,14 @@ def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Til
 def down(hidden: Tensor, weight: Tensor, blocks: PairBlocks, tile: Tile) -> Tensor:
     """The output of every pair, rounded to the dtype of `hidden`; pair r K + k stands in that row.
 
-    Shapes: hidden [P, I] in the order of `blocks`, weight [E, D, I] -> [P, D]; of pairs in no block unset.
+    Shapes: hidden [P, I] in the order of `blocks`, weight [E, D, I] -> [P, D]; rows of pairs in no block are not set.
     """
     num_blocks, width, inner = blocks.table.shape[1], weight.shape[1], weight.shape[2]
     out = hidden.new_empty(len(blocks.order), width)
     _down_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
         hidden,
-        *_matrix(weight, tile),
+        *(_matrix(hidden[None], blocks.block_len, tile.block_k) if tile.tails else (hidden, False)),
+        *_matrix(weight, tile.block_n, tile.block_k),
         *blocks[:2],
         out,
         num_blocks,
@@ -56,15 +60,16 @@ def down(hidden: Tensor, weight: Tensor, blocks: PairBlocks, tile: Tile) -> Tens
         blocks.block_len,
         *tile.sizes,
         **tile.launch,
+        **chained(hidden),
     )
     return out
 
 
-def _matrix(weight: Tensor, tile: Tile) -> tuple[Any, bool]:
+def _matrix(weights: Tensor, rows: int, columns: int) -> tuple[Any, bool]:
     """All experts' rows as one matrix: by a descriptor the hardware copies tiles, if its rows are of whole 16 bytes."""
-    if weight.shape[2] * weight.element_size() % 16 or weight.data_ptr() % 16:
-        return weight, False
-    return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[2]), [tile.block_n, tile.block_k]), True
+    if weights.shape[2] * weights.element_size() % 16 or weights.data_ptr() % 16:
+        return weights, False
+    return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[2]), [rows, columns]), True
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -83,38 +88,122 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    TAILS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_inputs(CHAINED)
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N
     expert = tl.load(table + block)
     if expert < 0:
         return
-    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
-    live = place < tl.load(table + 2 * num_blocks + block)
+    start = tl.load(table + num_blocks + block)
+    end = tl.load(table + 2 * num_blocks + block)
+    if TAILS and end - start <= BLOCK_M // 4:
+        _gate_up_block(
+            x,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            TOP_K,
+            INNER,
+            WIDTH,
+            BLOCK_M // 4,
+            BLOCK_N,
+            BLOCK_K,
+            True,
+        )
+    elif TAILS and end - start <= BLOCK_M // 2:
+        _gate_up_block(
+            x,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            TOP_K,
+            INNER,
+            WIDTH,
+            BLOCK_M // 2,
+            BLOCK_N,
+            BLOCK_K,
+            True,
+        )
+    else:
+        _gate_up_block(
+            x,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            TOP_K,
+            INNER,
+            WIDTH,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SWAP,
+        )
+
+
+@triton.jit
+def _gate_up_block(
+    x,
+    weight,
+    DESCRIPTOR: tl.constexpr,
+    order,
+    out,
+    expert,
+    start,
+    end,
+    n,
+    TOP_K: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    place = start + tl.arange(0, BLOCK_M)
+    live = place < end
     row = tl.load(order + place, mask=live, other=0) // TOP_K
-    columns = tl.arange(0, BLOCK_K)
-    x_tile = x + row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    x_tile = x + row.to(tl.int64)[:, None] * WIDTH
     gate_row = expert * (2 * INNER) + n
     gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        a = tl.load(x_tile + k, mask=live[:, None] & (columns + k < WIDTH)[None, :], other=0.0)
+        a = _row_tile(x_tile, live, k, WIDTH, BLOCK_K)
         gate_tile = _weight_tile(weight, gate_row, INNER - n, k, DESCRIPTOR, WIDTH, BLOCK_N, BLOCK_K)
         up_tile = _weight_tile(weight, gate_row + INNER, INNER - n, k, DESCRIPTOR, WIDTH, BLOCK_N, BLOCK_K)
         gate = _product(a, gate_tile, gate, SWAP)
         up = _product(a, up_tile, up, SWAP)
-    hidden = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    hidden = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(out.dtype.element_ty)
     if SWAP:
         hidden = tl.trans(hidden)
     column = n + tl.arange(0, BLOCK_N)
     target = out + place.to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(target, hidden.to(out.dtype.element_ty), mask=live[:, None] & (column < INNER)[None, :])
+    tl.store(target, hidden, mask=live[:, None] & (column < INNER)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _down_kernel(
     hidden,
+    hidden_matrix,
+    HIDDEN_DESCRIPTOR: tl.constexpr,
     weight,
     DESCRIPTOR: tl.constexpr,
     order,
@@ -127,29 +216,126 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    TAILS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_inputs(CHAINED)
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N
     expert = tl.load(table + block)
     if expert < 0:
         return
-    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
-    live = place < tl.load(table + 2 * num_blocks + block)
-    columns = tl.arange(0, BLOCK_K)
-    hidden_tile = hidden + place.to(tl.int64)[:, None] * INNER + columns[None, :]
+    start = tl.load(table + num_blocks + block)
+    end = tl.load(table + 2 * num_blocks + block)
+    if TAILS and end - start <= BLOCK_M // 4:
+        _down_block(
+            hidden,
+            False,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            WIDTH,
+            INNER,
+            BLOCK_M // 4,
+            BLOCK_N,
+            BLOCK_K,
+            True,
+        )
+    elif TAILS and end - start <= BLOCK_M // 2:
+        _down_block(
+            hidden,
+            False,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            WIDTH,
+            INNER,
+            BLOCK_M // 2,
+            BLOCK_N,
+            BLOCK_K,
+            True,
+        )
+    else:
+        rows = hidden_matrix if HIDDEN_DESCRIPTOR else hidden
+        _down_block(
+            rows,
+            HIDDEN_DESCRIPTOR,
+            weight,
+            DESCRIPTOR,
+            order,
+            out,
+            expert,
+            start,
+            end,
+            n,
+            WIDTH,
+            INNER,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SWAP,
+        )
+
+
+@triton.jit
+def _down_block(
+    hidden,
+    HIDDEN_DESCRIPTOR: tl.constexpr,
+    weight,
+    DESCRIPTOR: tl.constexpr,
+    order,
+    out,
+    expert,
+    start,
+    end,
+    n,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    place = start + tl.arange(0, BLOCK_M)
+    live = place < end
     weight_row = expert * WIDTH + n
     total = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, INNER, BLOCK_K):
-        a = tl.load(hidden_tile + k, mask=live[:, None] & (columns + k < INNER)[None, :], other=0.0)
+        if HIDDEN_DESCRIPTOR:
+            a = hidden.load([start, k])
+        else:
+            a = _row_tile(hidden + place.to(tl.int64)[:, None] * INNER, live, k, INNER, BLOCK_K)
         tile = _weight_tile(weight, weight_row, WIDTH - n, k, DESCRIPTOR, INNER, BLOCK_N, BLOCK_K)
         total = _product(a, tile, total, SWAP)
+    outputs = total.to(out.dtype.element_ty)
     if SWAP:
-        total = tl.trans(total)
+        outputs = tl.trans(outputs)
     pair = tl.load(order + place, mask=live, other=0)
     column = n + tl.arange(0, BLOCK_N)
     target = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & (column < WIDTH)[None, :])
+    tl.store(target, outputs, mask=live[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _row_tile(rows, live, k, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[M, K] of rows that are given by pointers; zeros for rows that aren't live, and behind the last column."""
+    column = k + tl.arange(0, BLOCK_K)[None, :]
+    if DEPTH % BLOCK_K == 0:
+        tile = tl.load(rows + column, mask=live[:, None], other=0.0)
+    else:
+        tile = tl.load(rows + column, mask=live[:, None] & (column < DEPTH), other=0.0)
+    return tile
 
 
 @triton.jit

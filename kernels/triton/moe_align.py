@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_CHUNK = 4096  # pairs that a program looks at together
+from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+
+_MAX_CHUNK = 8192  # pairs that a program looks at together
 _TABLE = tl.constexpr(32)  # blocks that it writes together
 
 
@@ -46,15 +48,25 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
         NUM_EXPERTS=num_experts,
         BLOCK=block_len,
         CHUNK=chunk,
-        num_warps=4 if chunk <= 1024 else 8,
+        num_warps=4 if chunk <= 1024 else 16,
+        **chained(expert_ids),
     )
     return PairBlocks(order, table, block_len)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _align_kernel(
-    ids, order, table, num_pairs, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    ids,
+    order,
+    table,
+    num_pairs,
+    num_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_inputs(CHAINED)
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     smaller = tl.zeros([CHUNK], tl.int32)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
 from dist_infer.kernels.triton.grouped_gemm import down, gate_up
 from dist_infer.kernels.triton.moe_align import align
 from dist_infer.kernels.triton.moe_pairs import experts_by_pair
@@ -44,7 +45,15 @@ def experts_by_block(
     out = torch.empty_like(x)
     channels = min(_SUM_CHANNELS, triton.next_power_of_2(width))
     _sum_kernel[(num_rows, triton.cdiv(width, channels))](
-        outputs, expert_ids, weights, out, TOP_K=top_k, NUM_EXPERTS=num_experts, WIDTH=width, CHANNELS=channels
+        outputs,
+        expert_ids,
+        weights,
+        out,
+        TOP_K=top_k,
+        NUM_EXPERTS=num_experts,
+        WIDTH=width,
+        CHANNELS=channels,
+        **chained(x),
     )
     return out
 
@@ -59,7 +68,9 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < WIDTH

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
 from dist_infer.kernels.triton.moe_tiles import PAIR_DOWN, PAIR_GATE_UP, PairTile
 
 
@@ -37,6 +38,7 @@ def pair_gate_up(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, tile: PairTil
         ROWS=tile.rows,
         DEPTH=min(tile.depth, triton.next_power_of_2(width)),
         num_warps=tile.num_warps,
+        **chained(expert_ids),
     )
     return out
 
@@ -63,6 +65,7 @@ def pair_down(hidden: Tensor, expert_ids: Tensor, weights: Tensor, w_down: Tenso
         ROWS=tile.rows,
         DEPTH=min(tile.depth, triton.next_power_of_2(inner)),
         num_warps=tile.num_warps,
+        **chained(expert_ids),
     )
     return out
 
@@ -79,8 +82,10 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """silu(gate) * up of one pair, some channels."""
+    wait_for_inputs(CHAINED)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert < 0) | (expert >= NUM_EXPERTS):
@@ -91,7 +96,7 @@ def _gate_up_kernel(
     gates = weight + expert * (2 * INNER * WIDTH) + row[:, None] * WIDTH + column[None, :]
     gate = tl.zeros([ROWS, DEPTH], tl.float32)
     up = tl.zeros([ROWS, DEPTH], tl.float32)
-    for k in range(0, WIDTH, DEPTH):
+    for k in tl.range(0, WIDTH, DEPTH, loop_unroll_factor=2):
         inside = (row < INNER)[:, None] & (k + column < WIDTH)[None, :]
         a = tl.load(x + k + column, mask=k + column < WIDTH, other=0.0).to(tl.float32)[None, :]
         gate += a * tl.load(gates + k, mask=inside, other=0.0).to(tl.float32)
@@ -115,6 +120,7 @@ def _down_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The weighted sum of a row's experts, some channels: all experts are read at once, then added one by one."""
     row = tl.program_id(0).to(tl.int64)
@@ -126,11 +132,16 @@ def _down_kernel(
     hidden += (row * TOP_K + slot)[:, None] * INNER + column[None, :]
     matrix = tl.where(routed, expert, 0)[:, None, None] * (WIDTH * INNER) + channel[None, :, None] * INNER
     matrix = weight + matrix + column[None, None, :]
-    total = tl.zeros([K_BLOCK, ROWS, DEPTH], tl.float32)
-    for k in range(0, INNER, DEPTH):
-        inside = routed[:, None] & (k + column < INNER)[None, :]
-        a = tl.load(hidden + k, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(matrix + k, mask=inside[:, None, :] & (channel < WIDTH)[None, :, None], other=0.0)
+    read = routed[:, None, None] & (channel < WIDTH)[None, :, None]
+    # The kernel before this one has waited for the ids; weights are read while it still computes the hidden channels.
+    first = tl.load(matrix, mask=read & (column < INNER)[None, None, :], other=0.0)
+    wait_for_inputs(CHAINED)
+    a = tl.load(hidden, mask=routed[:, None] & (column < INNER)[None, :], other=0.0).to(tl.float32)
+    total = a[:, None, :] * first.to(tl.float32)
+    for k in tl.range(DEPTH, INNER, DEPTH, loop_unroll_factor=4):
+        inside = k + column < INNER
+        b = tl.load(matrix + k, mask=read & inside[None, None, :], other=0.0)
+        a = tl.load(hidden + k, mask=routed[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += a[:, None, :] * b.to(tl.float32)
     output = tl.sum(total, 2).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weights + row * TOP_K + slot, mask=routed, other=0.0).to(tl.float32)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.carriers import RoutingMethod
+from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
 
 _TAKEN = tl.constexpr(-(2**31))
 
@@ -53,6 +54,7 @@ def moe_route(
         BEST_TWO=method.group_score == "top2_sum" and group_len > 1,
         UNIFORM=method.uniform,
         num_warps=1,
+        **chained(logits),
     )
     return ids, weights
 
@@ -81,7 +83,9 @@ def _route_kernel(
     KEPT: tl.constexpr,
     BEST_TWO: tl.constexpr,
     UNIFORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K_BLOCK)
     at = row * TOP_K + slot

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`swap`: the product is computed transposed."""
+    """`swap`: the product is computed transposed. `tails`: blocks that are filled by half or less become smaller."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     swap: bool = False
+    tails: bool = False
 
     @property
-    def sizes(self) -> tuple[int, int, bool]:
+    def sizes(self) -> tuple[int, int, bool, bool]:
         """As the kernels take them."""
-        return self.block_n, self.block_k, self.swap
+        return self.block_n, self.block_k, self.swap, self.tails
 
     @property
     def launch(self) -> Mapping[str, int]:

@@ -261,7 +261,7 @@ def test_a_graph_replays_with_another_routing(num_rows: int) -> None:
             static.copy_(new)
         if idx == 2:
             ids.fill_(-1)
-            ids[0, 0] = 63
+            ids[0, 0], weights[0, 0] = 63, 0.5
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out, moe_experts(x, ids, weights, gate_up, down, library=TRITON))
@@ -281,19 +281,23 @@ def test_offsets_beyond_32_bits() -> None:
     check_against_float64(out[rows], x[rows], local[ids[rows].long()], weights[rows], gate_up[used], down[used])
 
 
-HOPPER_TILES = [("gate_up", 16, (64, 128, 4, 3, True)), ("down", 128, (256, 64, 8, 4, False))]
+HOPPER_TILES = [("gate_up", 16, (64, 128, 4, 3, True, False)), ("down", 128, (256, 64, 8, 4, False, True))]
 
 
 @pytest.mark.parametrize(("product", "block_m", "numbers"), HOPPER_TILES)
-def test_products_compile_for_hopper(product: str, block_m: int, numbers: tuple[int, int, int, int, bool]) -> None:
+def test_products_compile_for_hopper(
+    product: str, block_m: int, numbers: tuple[int, int, int, int, bool, bool]
+) -> None:
     tile = triton_module("moe_tiles").Tile(*numbers)
     kernel = getattr(triton_module("grouped_gemm"), f"_{product}_kernel")
     source = "x" if product == "gate_up" else "hidden"
     types = {source: "*bf16", "order": "*i32", "table": "*i32", "out": "*bf16", "num_blocks": "i32"}
     types["weight"] = f"tensordesc<bf16[{tile.block_n}, {tile.block_k}]>"
-    sizes = {"DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
-    sizes |= {"TOP_K": 8} if product == "gate_up" else {}
-    sizes |= dict(zip(("BLOCK_N", "BLOCK_K", "SWAP"), tile.sizes, strict=True))
+    if product == "down":
+        types["hidden_matrix"] = f"tensordesc<bf16[{block_m}, {tile.block_k}]>"
+    sizes = {"CHAINED": True, "DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
+    sizes |= {"TOP_K": 8} if product == "gate_up" else {"HIDDEN_DESCRIPTOR": True}
+    sizes |= dict(zip(("BLOCK_N", "BLOCK_K", "SWAP", "TAILS"), tile.sizes, strict=True))
     made = compile_ahead(kernel, types, sizes, **tile.launch)
     assert made.spilled_bytes == 0
     ptx = made.asm["ptx"]

@@ -204,7 +204,14 @@ def test_a_uniform_choice_loads_all_experts_alike(name: str) -> None:
 def test_the_kernel_compiles_for_hopper() -> None:
     types = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | dict.fromkeys(("num_real", "ids"), "*i32")
     types |= {"row_stride": "i32:16", "epsilon": "fp32", "scaling": "fp32"}
-    method = {"HAS_BIAS": True, "HAS_PADDING": True, "SOFTMAX": False, "RENORMALISE": True, "UNIFORM": False}
+    method = {
+        "CHAINED": True,
+        "HAS_BIAS": True,
+        "HAS_PADDING": True,
+        "SOFTMAX": False,
+        "RENORMALISE": True,
+        "UNIFORM": False,
+    }
     groups = {"GROUPS": 8, "GROUP_LEN": 32, "GROUP_BLOCK": 8, "EXPERT_BLOCK": 32, "KEPT": 4, "BEST_TWO": True}
     sizes = {"TOP_K": 8, "K_BLOCK": 8, "expert_stride": 1}
     kernel = import_module("dist_infer.kernels.triton.moe_route")._route_kernel
