@@ -68,12 +68,14 @@ def load_shard(
     *,
     world: Collectives | None = None,
     max_moe_tokens: int | None = None,
+    uniform_routing: bool = False,
     dummy_seed: int | None = None,
     on_tensor: Callable[[str], None],
 ) -> Shard:
     """Build this rank's model and fill it from the folder, or with random weights of `dummy_seed`.
 
-    `world` are all ranks, which experts are dealt to; None: the group is the world. `max_moe_tokens`: see build_model.
+    `world` are all ranks, which experts are dealt to; None: the group is the world. `max_moe_tokens` and
+    `uniform_routing`: see build_model.
 
     Errors: UsageError, CheckpointError naming file and tensor.
     """
@@ -85,6 +87,7 @@ def load_shard(
         mesh=plan.mesh,
         world=world,
         max_moe_tokens=max_moe_tokens,
+        uniform_routing=uniform_routing,
         on_choice=lambda line: _log.debug("%s", line),
     )
     slots = list(model.weight_slots())

@@ -62,8 +62,12 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
     return stage(world, "read the model's folder", plan)
 
 
-def load_model(options: EngineOptions, plan: ShardPlan, world: World, *, dummy_seed: int) -> Shard:
+def load_model(
+    options: EngineOptions, plan: ShardPlan, world: World, *, dummy_seed: int, uniform_routing: bool = False
+) -> Shard:
     """This rank's part of the model, filled; `dummy_seed` counts where random weights are asked for.
+
+    `uniform_routing` deals rows to experts evenly, for benchmarks with such weights.
 
     Ranks: collective over the world.
     """
@@ -76,6 +80,7 @@ def load_model(options: EngineOptions, plan: ShardPlan, world: World, *, dummy_s
             communicators.tp,
             world=communicators.world,
             max_moe_tokens=options.moe_max_tokens,
+            uniform_routing=uniform_routing,
             dummy_seed=dummy_seed if options.load_format == "dummy" else None,
             on_tensor=world.watchdog.progress,
         ),

@@ -47,13 +47,15 @@ def build_model(
     mesh: Mesh | None = None,
     world: Collectives | None = None,
     max_moe_tokens: int | None = None,
+    uniform_routing: bool = False,
     kernel_orders: Mapping[str, str] | None = None,
     on_choice: Callable[[str], None] | None = None,
 ) -> Decoder:
     """This rank's shard, its parameters not yet filled. `on_choice` gets one line for each kernel library chosen.
 
     `mesh` and `world` are those of the whole job, which experts are dealt to; without them the tp group is all there
-    is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step.
+    is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step. `uniform_routing`
+    deals rows to experts evenly, for benchmarks with dummy weights.
 
     Ranks: local; every rank builds its own.
     Errors: UsageError for a layout that the model can't be cut into, and for a wrong kernel order.
@@ -67,6 +69,7 @@ def build_model(
         mesh=mesh,
         world=world,
         max_moe_tokens=max_moe_tokens,
+        uniform_routing=uniform_routing,
     )
     return Decoder(config, setup, FAMILIES[config.architecture].moe_names)
 
