@@ -5,12 +5,29 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
 from dist_infer.kernels.reference.linear import linear as reference_linear
 
 LinearFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-LIBRARIES: tuple[Library[LinearFunction], ...] = (Library(name="torch", function=reference_linear),)
+
+def takes_few_rows(target: Target) -> str | None:
+    """`is_available` of the Triton products: few rows are its own, the rest of a 16-bit model cuBLAS's."""
+    reason = on_triton(target)
+    if reason is None and target.dtype.itemsize != 2:
+        reason = f"{str(target.dtype).removeprefix('torch.')} is cuBLAS's"
+    return reason
+
+
+LIBRARIES: tuple[Library[LinearFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.linear", "linear"),
+        is_available=takes_few_rows,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_linear, graph_safe=True),
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library[LinearFunction]) -> Tensor:

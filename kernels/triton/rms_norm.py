@@ -1,7 +1,7 @@
 """RMSNorm in Triton; the contract stands in kernels/rms_norm.py.
 
 A row is one tile, so its sum of squares is added in an order that the tile and its layout settle, and these depend on
-the width and the dtype alone: not on how many rows there are, where they lie or which program takes them. Whoever
+the width and the dtype alone: not on how many rows there are or where they lie. Whoever
 fuses this norm into another kernel and promises the same bytes takes `tile_of`, `row_scale` and 16-byte loads too.
 """
 
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_FEW_TOKENS = 1024  # up to here a program takes one row: more programs, less to wait for
-_MANY_ROWS = 2
+from dist_infer.kernels.triton.dependent_launch import overlaps
 
 
 @triton.jit
@@ -27,29 +27,28 @@ def _rms_norm(
     weight,
     normed,
     total,
-    num_tokens,
     x_stride,
     residual_stride,
     eps,
     HIDDEN: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < HIDDEN
     gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for idx in tl.static_range(ROWS):
-        row = first + idx
-        kept = inside & (row < num_tokens)
-        values = tl.load(x + row * x_stride + columns, mask=kept, other=0)
-        if residual is not None:
-            added = tl.load(residual + row * residual_stride + columns, mask=kept, other=0)
-            values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
-            tl.store(total + row * HIDDEN + columns, values, mask=kept)
-        values = values.to(tl.float32)
-        result = values * row_scale(values, eps, HIDDEN) * gains
-        tl.store(normed + row * HIDDEN + columns, result.to(normed.dtype.element_ty), mask=kept)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + columns, mask=inside, other=0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
+        tl.store(total + row * HIDDEN + columns, values, mask=inside)
+    values = values.to(tl.float32)
+    result = values * row_scale(values, eps, HIDDEN) * gains
+    tl.store(normed + row * HIDDEN + columns, result.to(normed.dtype.element_ty), mask=inside)
 
 
 def tile_of(hidden: int) -> tuple[int, int]:
@@ -67,21 +66,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     if num_tokens == 0:
         return normed, total
     tile, num_warps = tile_of(hidden)
-    rows = 1 if num_tokens <= _FEW_TOKENS else _MANY_ROWS
-    _rms_norm[(triton.cdiv(num_tokens, rows),)](
+    overlap = overlaps(x)
+    _rms_norm[(num_tokens,)](
         x,
         residual,
         weight,
         normed,
         total,
-        num_tokens,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
         HIDDEN=hidden,
         TILE=tile,
-        ROWS=rows,
+        OVERLAP=overlap,
         num_warps=num_warps,
+        launch_pdl=overlap,
     )
     return normed, total
 

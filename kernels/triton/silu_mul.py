@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dist_infer.kernels.triton.dependent_launch import overlaps
 
 _BLOCK = 1024
 
@@ -15,7 +18,10 @@ def silu(x):
 
 
 @triton.jit
-def _silu_mul(gate_up, out, row_stride, num_channels, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, row_stride, num_channels, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -31,5 +37,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_tokens, num_channels), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (num_tokens, triton.cdiv(num_channels, _BLOCK))
-        _silu_mul[grid](gate_up, out, gate_up.stride(0), num_channels, BLOCK=_BLOCK, num_warps=4)
+        overlap = overlaps(gate_up)
+        _silu_mul[grid](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            num_channels,
+            BLOCK=_BLOCK,
+            OVERLAP=overlap,
+            num_warps=4,
+            launch_pdl=overlap,
+        )
     return out

@@ -6,13 +6,15 @@ from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.linear import LIBRARIES, LinearFunction, linear
+from dist_infer.kernels.triton.linear import _row_product, _tile_product, few_rows
 from tests.devices import DEVICES
-from tests.yardstick import check_error
+from tests.kernels.aot import compile_ahead
+from tests.kernels.library_cases import library_cases
+from tests.kernels.triton_interpreter import TRITON_DEVICES
+from tests.yardstick import check_error, check_rounded_once
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
 @pytest.mark.parametrize(
     ("num_tokens", "inputs", "outputs"), [(0, 63, 5), (1, 129, 63), (63, 1, 129), (129, 63, 1), (4, 7, 0)]
 )
@@ -46,6 +48,76 @@ def test_without_inputs_only_the_bias_is_left(device: str) -> None:
     x, weight, bias = torch.ones(3, 0, device=device), torch.ones(2, 0, device=device), torch.tensor([1.0, 2.0])
     assert linear(x, weight, library=LIBRARIES[-1]).tolist() == [[0.0, 0.0]] * 3
     assert linear(x, weight, bias.to(device), library=LIBRARIES[-1]).tolist() == [[1.0, 2.0]] * 3
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 70), (528, 9), (16, 3)])
+def test_few_rows(device: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """Rows of wider matrices; inputs that fill their blocks and others, up to sixteen rows."""
+    generator = torch.Generator().manual_seed(outputs)
+    x = torch.randn(16, inputs + 48, generator=generator).to(dtype).to(device)[:, 16 : 16 + inputs]
+    weight = torch.randn(outputs, inputs + 16, generator=generator).to(dtype).to(device)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator).to(dtype).to(device)
+    for num_rows in (1, 2, 16):
+        rows = x[:num_rows]
+        out = few_rows(rows, weight, bias)
+        truth = rows.double() @ weight.double().T + bias.double()
+        check_error(out, truth, torch.nn.functional.linear(rows, weight, bias))
+        check_rounded_once(out, truth)
+        assert torch.equal(few_rows(rows, weight, None), few_rows(rows, weight, torch.zeros_like(bias)))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    x, weight = (torch.randn(rows, 512, device=device).bfloat16() for rows in (16, 40))
+    together = few_rows(x, weight, None)
+    assert torch.equal(few_rows(x[3:5], weight, None), together[3:5])
+    x[0] = torch.nan
+    assert torch.equal(few_rows(x, weight, None)[1:], together[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 7, 17])
+def test_a_captured_graph_gives_the_bytes_of_eager_calls(num_rows: int) -> None:
+    """Where kernels overlap: each waits for the one before it."""
+    weights = [torch.randn(2048, 2048, device="cuda").bfloat16() / 45 for _ in range(20)]
+    x = torch.randn(num_rows, 2048, device="cuda").bfloat16()
+
+    def chain() -> Tensor:
+        y = x
+        for weight in weights:
+            y = linear(y, weight, library=LIBRARIES[0])
+        return y
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(10):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("block_k", "num_warps"), [(512, 2), (1024, 4)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_ahead_of_time_one_row_loads_weights_before_it_waits(block_k: int, num_warps: int, gated: bool) -> None:
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_outputs": "i32:16", "weight_stride": "i32:16"}
+    constexprs = {"bias": None, "K": 4096, "GATED": gated, "STRIP": 4, "BLOCK_K": block_k, "OVERLAP": True}
+    made = compile_ahead(_row_product, types, constexprs, num_warps=num_warps, launch_pdl=True)
+    before, after = made.asm["sass"].split("ACQBULK")
+    assert before.count("LDG.E.EF.128") == 4 and "LDG.E.EF.128" in after and "LDG.E.128" in after
+    assert "ld.global.b" not in made.asm["ptx"] and made.spilled_bytes == 0
+
+
+def test_ahead_of_time_few_rows_run_on_matrix_units() -> None:
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_rows": "i32", "num_outputs": "i32:16"}
+    types |= {"x_stride": "i32:16", "weight_stride": "i32:16"}
+    constexprs = {"bias": None, "K": 4096, "ROWS": 16, "STRIP": 64, "BLOCK_K": 256, "STAGES": 4, "OVERLAP": True}
+    made = compile_ahead(_tile_product, types, constexprs, num_warps=4, launch_pdl=True)
+    assert "wgmma" in made.asm["ptx"] and made.spilled_bytes == 0
+    assert "LDGSTS.E.BYPASS.128" in made.asm["sass"]
 
 
 @pytest.mark.parametrize(

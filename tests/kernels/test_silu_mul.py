@@ -30,7 +30,7 @@ def test_against_the_formula(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_ahead_of_time_loads_are_wide(dtype: str) -> None:
     types = {"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32:16", "num_channels": "i32:16"}
-    made = compile_ahead(_silu_mul, types, {"BLOCK": 1024}, num_warps=4)
+    made = compile_ahead(_silu_mul, types, {"BLOCK": 1024, "OVERLAP": True}, num_warps=4)
     assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
 
 
