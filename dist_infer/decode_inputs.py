@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.layers.step_inputs import StepInputs
-from dist_infer.sampler import HostOptions, RowOptions
+from dist_infer.row_options import HostOptions, RowOptions
 from dist_infer.types import Batch, BatchKind, Float64Array, Int32Array, Int64Array
 from dist_infer.upload import upload
 

@@ -20,7 +20,7 @@ from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.models.decoder import LayerCache
-from dist_infer.sampler import HostOptions
+from dist_infer.row_options import HostOptions
 from dist_infer.types import Batch, Int64Array
 from dist_infer.upload import HostArray, upload
 

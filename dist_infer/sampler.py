@@ -23,8 +23,8 @@ kernels/sample_filtered).
 Source: vLLM, vllm/v1/sample/sampler.py.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -37,36 +37,10 @@ from dist_infer.kernels import sample_filtered as filter_op
 from dist_infer.kernels import top_k as top_k_op
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.logit_edits import edit_logits
+from dist_infer.row_options import HostOptions, RowOptions
 from dist_infer.token_scores import score_tokens
 from dist_infer.types import Batch, Float64Array, Int64Array
 from dist_infer.upload import HostArray, upload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions:
-    """How the token of each row is chosen. Shapes: [L] each."""
-
-    temperature: Float64Array  # 0 for greedy rows, whatever else they ask for
-    keys: Int64Array  # of the noise
-    top_k: Int64Array  # 0: off
-    top_p: Float64Array
-    min_p: Float64Array
-    is_filtered: bool  # a row that isn't greedy has top_k, top_p or min_p
-
-    def columns(self) -> Iterator[tuple[str, Float64Array | Int64Array]]:
-        """The arrays by name, those of RowOptions."""
-        yield from ((field.name, getattr(self, field.name)) for field in fields(RowOptions))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptions:
-    """The same on the device. Shapes: [L] each; keys and top_k int64, the others float64."""
-
-    temperature: Tensor
-    keys: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.graphs import Capture, DecodeGraphs, Program
 from dist_infer.layers.step_inputs import StepInputs
+from dist_infer.row_options import RowOptions
 from dist_infer.runner import Runner
-from dist_infer.sampler import RowOptions, SamplePlan, Sampler
+from dist_infer.sampler import SamplePlan, Sampler
 from dist_infer.types import Batch, BatchKind, Float64Array, Int64Array, ScoreRows
 from dist_infer.upload import upload
 

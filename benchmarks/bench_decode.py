@@ -1,0 +1,346 @@
+"""A decode step of the whole engine on one GPU, and a prefill of 8,192 tokens, with dummy weights.
+
+    python -m benchmarks.bench_decode [MODEL ...]        names of folders in tests/data/models; default: all
+
+B prompts of equal length are served by the engine with decode graphs. A step's figure is the median of the host's time
+between two collected steps while all B sequences decode; their mean length is 1,024 tokens. `bounds` holds what the GPU
+tells by events: busy from the copy of the inputs to the copy of the tokens, and the gap before the next step. Dummy
+weights send all tokens to few experts, so models with experts route uniformly.
+
+The floor is that of the bytes read (parameters once, experts as many as B tokens hit, the KV cache of all sequences)
+and of the arithmetic. A prefill has the figure of the host: from its schedule until its token has been collected.
+
+Rows of models that are not named are kept as they are in the results.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.timing import RESULTS, Row, device_name, floor_us, write_results
+from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
+from dist_infer.comm.agreement import Decision
+from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.mesh import Mesh
+from dist_infer.config import ModelConfig, SchedulerConfig
+from dist_infer.decode_inputs import DecodeInputs
+from dist_infer.dispatcher import Dispatcher, Incoming
+from dist_infer.engine import Engine
+from dist_infer.errors import ExitCode
+from dist_infer.graphs import CudaCapture, DecodeGraphs
+from dist_infer.kv_cache import KVCache, block_bytes
+from dist_infer.launch.channel import LocalControl
+from dist_infer.launch.failure import Alarm
+from dist_infer.models.registry import parse_config
+from dist_infer.runner import Runner
+from dist_infer.sampler import Sampler
+from dist_infer.scheduler import Scheduler
+from dist_infer.shard import Shard, ShardPlan, load_shard, plan_shard
+from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner
+from dist_infer.types import Batch, Request, SamplingParams, StepOutput
+from dist_infer.warmup import warm_up
+
+BENCH = "bench_decode"
+MODELS = Path(__file__).parent.parent / "tests" / "data" / "models"
+BATCHES = (1, 64, 128)
+CONTEXT = 1024
+TIMED_STEPS = 48
+FIRST_STEPS = 8  # before the timed ones
+PREFILL = 8192
+BLOCK_SIZE = 16
+
+
+class Requests:
+    """A frontend that hands out requests as they are put in."""
+
+    exit_code = ExitCode.DONE
+    exhausted = False
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []
+        self.num_open = 0
+        self._num_made = 0
+
+    def put(self, count: int, prompt_len: int, max_tokens: int, vocab_size: int) -> None:
+        """Requests of different prompts."""
+        generator = torch.Generator().manual_seed(self._num_made)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        for request_id in range(self._num_made, self._num_made + count):
+            prompt = torch.randint(vocab_size, (prompt_len,), generator=generator).tolist()
+            self.waiting.append(Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling))
+        self._num_made += count
+        self.num_open += count
+
+    def poll(self, room: int) -> Incoming:
+        """All that wait."""
+        handed, self.waiting = self.waiting, []
+        return Incoming(requests=handed)
+
+    def ready(self) -> bool:
+        """Requests are put in before the engine runs."""
+        return True
+
+    def deliver(self, output: StepOutput) -> None:
+        """Only ends count."""
+        self.num_open -= output.finish_reason is not None
+
+    def fail_open(self, message: str) -> None:
+        """Nothing is written."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class NoWatch:
+    """A world of one that nobody watches."""
+
+    def step(self, step: int) -> None:
+        """See Watch."""
+
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """See Watch."""
+        yield
+
+
+@dataclass
+class TimedRunner:
+    """A step runner between events of the device."""
+
+    inner: StepRunner
+    marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
+    _begun: torch.cuda.Event | None = None
+
+    def graph_bucket(self, batch: Batch) -> int:
+        """See StepRunner."""
+        return self.inner.graph_bucket(batch)
+
+    def prepare(self, batch: Batch) -> PreparedStep:
+        """See StepRunner."""
+        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begun.record()
+        return self.inner.prepare(batch)
+
+    def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
+        """See StepRunner."""
+        tokens = self.inner.launch(step, decision)
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended.record()
+        if self._begun is not None:
+            self.marks.append((self._begun, ended))
+        return tokens
+
+    def device_us(self, num_steps: int) -> tuple[float, float]:
+        """Medians of the last steps: busy, and the gap to the next one."""
+        torch.cuda.synchronize()
+        last = list(self.marks)[-num_steps:]
+        busy = [begun.elapsed_time(ended) * 1e3 for begun, ended in last]
+        gaps = [last[idx][1].elapsed_time(last[idx + 1][0]) * 1e3 for idx in range(len(last) - 1)]
+        return statistics.median(busy), statistics.median(gaps)
+
+
+class Served:
+    """A model with its engine, as `dist-infer run` makes it for one rank."""
+
+    def __init__(self, folder: ModelFolder, *, uniform_routing: bool) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        started_s = time.perf_counter()
+        self.plan: ShardPlan = plan_shard(folder, Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
+        self.shard: Shard = load_shard(
+            self.plan,
+            SingleCollectives(),
+            uniform_routing=uniform_routing,
+            dummy_seed=0,
+            on_tensor=lambda _: None,
+        )
+        torch.cuda.synchronize()
+        self.load_s = time.perf_counter() - started_s
+        longest = max(PREFILL + BLOCK_SIZE, CONTEXT + TIMED_STEPS)
+        num_pages = max(BATCHES) * (-(-(CONTEXT + TIMED_STEPS) // BLOCK_SIZE) + 2) + longest // BLOCK_SIZE
+        self.config = SchedulerConfig(
+            max_model_len=longest,
+            max_num_seqs=max(BATCHES),
+            max_num_tokens=PREFILL,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=num_pages,
+            prefix_cache=False,
+            depth=1,
+        )
+        started_s = time.perf_counter()
+        self.runner = TimedRunner(self._make_runner(device))
+        self.runner.inner.capture(CudaCapture(device))
+        warm_up(self.runner.inner, self.config, world_size=1, on_progress=lambda _: None)
+        self.warm_s = time.perf_counter() - started_s
+        self.requests = Requests()
+        self.engine = Engine(
+            mesh=self.plan.mesh,
+            control=LocalControl(Alarm()),
+            scheduler=Scheduler(self.config, 0),
+            runner=self.runner,
+            watch=NoWatch(),
+            stop_requested=lambda: False,
+            vote=lambda stage, error: None,
+            depth=1,
+            dispatcher=Dispatcher(self.requests, 1, 10**6),
+        )
+
+    def _make_runner(self, device: torch.device) -> StepRunner:
+        plan, config = self.plan, self.config
+        inputs = DecodeInputs(
+            max_num_seqs=config.max_num_seqs,
+            max_pages=-(-config.max_model_len // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            device=device,
+        )
+        cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, BLOCK_SIZE, plan.dtype, device)
+        model = self.shard.model
+        if model.graph_blocker is not None:
+            raise RuntimeError(f"no graphs: {model.graph_blocker}")
+        runner = Runner(model, cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=inputs)
+        sampler = Sampler.choosing(
+            SingleCollectives(), model.vocab_range, plan.config.vocab_size, device=device, dtype=plan.dtype
+        )
+        return StepRunner(runner, sampler, DecodeGraphs(BATCHES))
+
+    def decode(self, batch: int) -> tuple[float, float, float]:
+        """Microseconds of a step on the host's clock, and of the device: busy, gap."""
+        prompt_len = CONTEXT - FIRST_STEPS - TIMED_STEPS // 2
+        self.requests.put(batch, prompt_len, FIRST_STEPS + TIMED_STEPS + 4, self.plan.config.vocab_size)
+        for _ in range(-(-batch * prompt_len // PREFILL) + FIRST_STEPS):
+            self.engine.step()
+        times_s = [time.perf_counter()]
+        for _ in range(TIMED_STEPS):
+            self.engine.step()
+            times_s.append(time.perf_counter())
+        busy_us, gap_us = self.runner.device_us(TIMED_STEPS)
+        self._finish()
+        steps_us = [(after - before) * 1e6 for before, after in pairwise(times_s)]
+        return statistics.median(steps_us), busy_us, gap_us
+
+    def prefill(self) -> float:
+        """Microseconds of a prompt of 8,192 tokens."""
+        times_us = []
+        for _ in range(4):
+            self.requests.put(1, PREFILL, 1, self.plan.config.vocab_size)
+            started_s = time.perf_counter()
+            self._finish()
+            times_us.append((time.perf_counter() - started_s) * 1e6)
+        return statistics.median(times_us[1:])
+
+    def _finish(self) -> None:
+        while self.requests.num_open:
+            self.engine.step()
+        self.runner.marks.clear()
+
+
+def decode_floor_us(plan: ShardPlan, shard: Shard, batch: int) -> float:
+    """Of a step of `batch` sequences of CONTEXT tokens."""
+    config = plan.config
+    table_bytes = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2
+    expert_bytes = routed_bytes(config)
+    dense_bytes = shard.parameter_bytes - table_bytes - expert_bytes  # of the embedding's table a few rows are read
+    hit = share_hit(config, batch)
+    kv_bytes = batch * CONTEXT * block_bytes(config, plan.heads, 1, plan.dtype)
+    active_bytes = dense_bytes + expert_bytes * share_hit(config, 1)
+    return floor_us(read_bytes=dense_bytes + expert_bytes * hit + kv_bytes, flops=batch * active_bytes)
+
+
+def prefill_floor_us(plan: ShardPlan, shard: Shard) -> float:
+    """Of PREFILL tokens: the arithmetic of the matrices, but for the head's, and of the attention."""
+    config = plan.config
+    tables_bytes = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size * 2
+    expert_bytes = routed_bytes(config)
+    used_bytes = shard.parameter_bytes - tables_bytes - expert_bytes * (1 - share_hit(config, 1))
+    value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
+    attention = config.num_layers * config.num_heads * (config.head_dim + value_dim) * PREFILL**2
+    return floor_us(read_bytes=shard.parameter_bytes, flops=PREFILL * used_bytes + attention)
+
+
+def routed_bytes(config: ModelConfig) -> int:
+    """Of all routed experts, in bf16."""
+    if config.moe is None:
+        return 0
+    each = 3 * config.hidden_size * config.moe.expert_intermediate_size * 2
+    return len(config.moe.moe_layers) * config.moe.num_experts * each
+
+
+def share_hit(config: ModelConfig, batch: int) -> float:
+    """The share of the experts that evenly routed tokens are expected to hit."""
+    if config.moe is None:
+        return 1.0
+    return 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
+
+
+def measure(name: str) -> list[Row]:
+    """The rows of a model."""
+    folder = open_model_folder(MODELS / name, weights=False)
+    positions = max(parse_config(folder.config).max_position_embeddings, PREFILL + BLOCK_SIZE)
+    folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
+    served = Served(folder, uniform_routing=True)
+    sys.stdout.write(f"{name}: weights {served.load_s:.1f} s, graphs and warm-up {served.warm_s:.1f} s\n")
+    rows = []
+    for batch in BATCHES:
+        step_us, busy_us, gap_us = served.decode(batch)
+        rows.append(
+            Row(
+                case=f"{name} bf16 tp=1 context={CONTEXT} b={batch}",
+                ours_us=step_us,
+                library="graph",
+                floor_us=decode_floor_us(served.plan, served.shard, batch),
+                bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
+            )
+        )
+    rows.append(
+        Row(
+            case=f"{name} bf16 tp=1 prefill={PREFILL}",
+            ours_us=served.prefill(),
+            library="eager",
+            floor_us=prefill_floor_us(served.plan, served.shard),
+        )
+    )
+    for row in rows:
+        share = 100 * (row.floor_us or 0.0) / row.ours_us
+        bounds = ", ".join(f"{what} {value:.0f}" for what, value in row.bounds.items())
+        sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {share:.0f} % of floor; {bounds} us\n")
+    sys.stdout.flush()
+    return rows
+
+
+def kept_rows(device: torch.device, names: list[str]) -> list[Row]:
+    """Rows of other models that the results hold."""
+    path = RESULTS / f"{BENCH}-{device_name(device)}.json"
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return [Row(**row) for row in rows if row["case"].split()[0] not in names]
+
+
+def main() -> None:
+    """Measures and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=sorted(path.name for path in MODELS.iterdir()))
+    names: list[str] = parser.parse_args().models
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = kept_rows(device, names)
+    for name in names:
+        rows += measure(name)
+        gc.collect()
+        torch.cuda.empty_cache()
+    path = write_results(BENCH, sorted(rows, key=lambda row: row.case), device=device)
+    sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    main()
