@@ -1,13 +1,17 @@
-"""One rank's steps without engine and peers: schedule, prepare, launch, commit, a step in flight."""
+"""One rank's steps without the engine: schedule, prepare, launch, commit, a step in flight."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dist_infer.comm.agreement import Decision
+import torch
+
+from dist_infer.comm.agreement import NO_TOKENS, Decision, Record, decide
+from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
-from dist_infer.scheduler import Scheduler
-from dist_infer.step_runner import SampledIds, StepRunner
+from dist_infer.scheduler import Scheduler, batch_digest
+from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner
 from dist_infer.types import Admission, Batch, BatchKind, News, Request
 
 
@@ -24,7 +28,7 @@ class StepLoop:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, 0)
-        self._in_flight: deque[tuple[Batch, SampledIds]] = deque()
+        self._in_flight: deque[tuple[Batch | None, SampledIds]] = deque()
 
     def serve(self, requests: Iterable[Request]) -> dict[int, list[int]]:
         """The tokens of each request, by its id, once all are answered."""
@@ -40,17 +44,54 @@ class StepLoop:
         self.scheduler.apply(News(admissions=asked), drain=False)
 
     def step(self) -> None:
-        """One step, as the engine orders it."""
+        """One step of a world of one, as the engine orders it; nothing where there is nothing to do."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            self.num_steps += 1
-            self.kinds.append(batch.kind)
             prepared = self.step_runner.prepare(batch)
-            decision = alone(batch, self.step_runner.graph_bucket(batch))
-            self._in_flight.append((batch, self.step_runner.launch(prepared, decision)))
-        while len(self._in_flight) > (self.config.depth if batch is not None else 0):
+            self._launch(batch, prepared, alone(batch, self.step_runner.graph_bucket(batch)))
+        self._collect(self.config.depth if batch is not None else 0)
+
+    def step_with(self, mesh: Mesh, world: Collectives) -> Decision:
+        """One step together with the other ranks: what their table decides.
+
+        Ranks: collective over the world.
+        """
+        batch = self.scheduler.schedule()
+        prepared = None if batch is None else self.step_runner.prepare(batch)
+        table = world.all_gather(torch.from_numpy(self._record(batch).encode())[None]).numpy()
+        decision = decide(table, mesh=mesh, depth=1, was_launched=True, drain=False, end_of_input=False)
+        assert not decision.leave_now, decision.fault
+        if decision.launched:
+            self._launch(batch, prepared or self.step_runner.prepare(Batch.dummy()), decision)
+        self._collect(self.config.depth if decision.launched else 0)
+        return decision
+
+    def _record(self, batch: Batch | None) -> Record:
+        return Record(
+            step=0,
+            kind=batch.kind if batch else BatchKind.NONE,
+            tokens=batch.num_tokens if batch else 0,
+            sequences=batch.num_seqs if batch else 0,
+            live=self.scheduler.live,
+            graph_bucket=self.step_runner.graph_bucket(batch) if batch else NO_TOKENS,
+            error=False,
+            stop=False,
+            woke=False,
+            schedule_digest=batch_digest(batch) if batch else 0,
+            decision_digest=0,
+        )
+
+    def _launch(self, batch: Batch | None, prepared: PreparedStep, decision: Decision) -> None:
+        self.num_steps += 1
+        self.kinds.append(decision.kind)
+        self._in_flight.append((batch, self.step_runner.launch(prepared, decision)))
+
+    def _collect(self, depth: int) -> None:
+        while len(self._in_flight) > depth:
             done, sampled = self._in_flight.popleft()
             self.wait(sampled)
+            if done is None:
+                continue
             for output in self.scheduler.commit(done, sampled.numpy(), sampled.scores()):
                 self.tokens[output.request_id].extend(output.token_ids)
 

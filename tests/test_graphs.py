@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from dist_infer.comm.agreement import EAGER
-from dist_infer.comm.collectives import SingleCollectives
-from dist_infer.comm.mesh import split_heads
+from dist_infer.comm.collectives import Collectives, SingleCollectives
+from dist_infer.comm.mesh import Mesh, split_heads
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import DecodeGraphs, default_sizes
 from dist_infer.kv_cache import KVCache
+from dist_infer.models.registry import build_model, parse_config
 from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.step_runner import StepRunner
 from dist_infer.types import BatchKind, Request, SamplingParams
+from tests.fake_collectives import run_mesh
 from tests.fake_graphs import Recorder, make_graph_runner
 from tests.step_loop import StepLoop
 from tests.tiny_families import make_tiny
-from tests.tiny_models import load_tiny_model, make_tiny_llama
+from tests.tiny_models import fill, load_tiny_model, make_tiny_llama, read_config, safetensors_torch
 
 CPU = torch.device("cpu")
 CONFIG = SchedulerConfig(
@@ -153,3 +155,44 @@ def test_tokens_do_not_depend_on_company(folders: dict[str, Path]) -> None:
         assert serve(folders["llama"], [request], Recorder()).tokens == {
             request.request_id: together[request.request_id]
         }
+
+
+@pytest.mark.parametrize(("world", "dp"), [(2, 2), (2, 1), (4, 2)])
+def test_ranks_replay_one_size_or_all_go_eager(folders: dict[str, Path], world: int, dp: int) -> None:
+    """Groups that prefill, decode and idle at different times; those without tokens replay a dummy."""
+    folder, requests = folders["qwen3-moe"], make_requests(GREEDY, NOISY)
+    expected = serve(folder, requests).tokens
+    arrivals = {0: [requests[:2], requests[2:4]], 5: [requests[4:5], []], 30: [requests[5:], []]}
+
+    def main(mesh: Mesh, everybody: Collectives, tp: Collectives) -> tuple[dict[int, list[int]], list[int]]:
+        step_runner = make_rank(folder, mesh, everybody, tp)
+        loop = StepLoop(step_runner, CONFIG)
+        buckets = []
+        for step in range(60):
+            waiting = arrivals.get(step, [[], []])
+            if dp == 2:
+                loop.admit(waiting[mesh.dp_rank])
+            else:
+                loop.admit([*waiting[0], *waiting[1]])
+            decision = loop.step_with(mesh, everybody)
+            buckets.append(decision.graph_bucket)
+        return loop.tokens, buckets
+
+    results = run_mesh(world, main, dp=dp)
+    assert all(buckets == results[0][1] for _, buckets in results)
+    assert set(results[0][1]) >= {EAGER, 1, 2}
+    for rank, (tokens, _) in enumerate(results):
+        group = rank * dp // world
+        assert tokens == {key: expected[key] for key in tokens}
+        assert len(tokens) == (7 if dp == 1 else (5, 2)[group])
+
+
+def make_rank(folder: Path, mesh: Mesh, everybody: Collectives, tp: Collectives) -> StepRunner:
+    model = build_model(
+        parse_config(read_config(folder)), tp=tp, dtype=torch.float64, device=CPU, mesh=mesh, world=everybody
+    )
+    fill(model, safetensors_torch.load_file(folder / "model.safetensors"))
+    shard = split_heads(model.config.num_heads, model.config.num_kv_heads, mesh.tp, mesh.tp_rank)
+    kv_cache = KVCache(model.config, shard, CONFIG.num_kv_blocks, CONFIG.block_size, torch.float64, CPU)
+    sampler = Sampler(tp, model.vocab_range, model.config.vocab_size)
+    return make_graph_runner(model, kv_cache, sampler, max_num_seqs=5, sizes=(1, 2, 5), recorder=Recorder())
