@@ -1,9 +1,11 @@
-"""A small process beside each rank that ends the job when another rank of this host is gone or stopped for good.
+"""A small process beside each rank: says that the rank died without a word, and ends it when a neighbour is gone.
 
 While a rank is inside MPI_Init or MPI_Finalize it holds the interpreter, so no thread of it can look after anything,
 and it would wait for ever for a rank that ended before MPI_Init, or that a SIGSTOP has reached. The watchdog sees such
 a rank only once the world is open, and only after minutes while it loads. This process needs neither interpreter nor
 store of the rank: it looks into /proc at the children of the launcher, which are the ranks of this host.
+
+When its own rank ends without having said that it leaves, it names the rank: some launchers tell a pid at most.
 
 It judges nothing it can't see: without a launcher that it knows as the rank's parent, without /proc, or while its own
 rank is stopped too (the job is suspended), it stays quiet. The rank tells it by its standard input when it leaves, and
@@ -27,7 +29,7 @@ PATIENCE_S = 10.0  # launchers start ranks within milliseconds; a debugger or a 
 SETTLE_S = 1.0  # for the launcher to end the job itself once the culprit is killed
 
 _LOOK_S = 0.25
-_LEAVING = b"L"
+_LEAVING, _ENDS = b"L", b"E"
 _FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # sent to whole steps
 _STDERR = 2
 _LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted", "hydra_pmi_proxy", "slurmstepd")
@@ -60,8 +62,13 @@ class Guard:
         """From now on ranks may end one after another."""
         self._tell(_LEAVING)
 
+    def ends(self) -> None:
+        """Whatever there is to say about the end of this rank has been said."""
+        self._tell(_ENDS)
+
     def stop(self) -> None:
         """End it."""
+        self.ends()
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -82,6 +89,7 @@ class Neighbours:
         self._rank = rank
         self._local_size = local_size
         self.leaving = False
+        self.speaks = False  # for the ranks of this host
         self.pids: dict[int, int] = {}  # of all ranks that were ever seen
         self._since: dict[tuple[int | None, Verdict], float] = {}
 
@@ -97,8 +105,10 @@ class Neighbours:
             if not self.leaving and len(states) < self._local_size:
                 gone: list[int | None] = [rank for rank in self.pids if rank not in states]
                 wrong |= {(rank, "gone") for rank in gone or [None]}
+        self.speaks = self._rank == min((rank for rank, (_, state) in states.items() if state != "T"), default=None)
+        patience_s = PATIENCE_S if self.speaks else PATIENCE_S + 2 * SETTLE_S  # one speaks and acts before the others
         self._since = {key: self._since.get(key, now) for key in wrong}
-        return next((key for key, since in self._since.items() if now - since > PATIENCE_S), None)
+        return next((key for key, since in self._since.items() if now - since > patience_s), None)
 
     def forget(self) -> None:
         """This process itself was held up: what it saw before says nothing."""
@@ -122,14 +132,15 @@ def watch(rank: int, host: str, pid: int, launcher: int, rank_variable: str, loc
     """The life of the guard: until its rank closes the pipe, or a verdict."""
     for number in _FOR_RANKS:
         signal.signal(number, signal.SIG_IGN)
-    neighbours = Neighbours(rank=rank, local_size=local_size)
+    neighbours, has_said_why = Neighbours(rank=rank, local_size=local_size), False
     looked_at = time.monotonic()
     while os.getppid() == pid:
         if select.select([sys.stdin], [], [], _LOOK_S)[0]:
             word = os.read(sys.stdin.fileno(), 1)
             if not word:
-                return
+                break
             neighbours.leaving = neighbours.leaving or word == _LEAVING
+            has_said_why = has_said_why or word == _ENDS
         now = time.monotonic()
         if now - looked_at > 8 * _LOOK_S:
             neighbours.forget()
@@ -137,16 +148,23 @@ def watch(rank: int, host: str, pid: int, launcher: int, rank_variable: str, loc
         states = find_states(launcher, rank_variable)
         verdict = neighbours.look(states, now) if rank in states else None
         if verdict is not None:
-            speaks = rank == min(each for each, (_, state) in states.items() if state != "T")
-            _end_job(host, pid, *verdict, neighbours.pids, speaks=speaks)
+            _end_job(host, pid, *verdict, neighbours.pids, speaks=neighbours.speaks)
             return
+    others = len(find_states(launcher, rank_variable).keys() - {rank})
+    if not has_said_why and others == local_size - 1:  # else it was ended like the others
+        _say(f"rank {rank} (host {host}, pid {pid})", "its process ended without a word: killed, crashed, or os._exit")
 
 
 def _end_job(
     host: str, pid: int, culprit: int | None, verdict: Verdict, pids: Mapping[int, int], *, speaks: bool
 ) -> None:
     if speaks:
-        _say(host, culprit, verdict, pids)
+        name = f"a rank (host {host})" if culprit is None else f"rank {culprit} (host {host}, pid {pids[culprit]})"
+        what = {
+            "gone": f"is not there for {PATIENCE_S:.0f} s: it ended before the others, or never started",
+            "stopped": f"has been stopped for {PATIENCE_S:.0f} s (SIGSTOP, or a debugger that left it so)",
+        }[verdict]
+        _say(name, f"{what}; the job ends")
     if culprit is not None and verdict == "stopped":
         with contextlib.suppress(OSError):
             os.kill(pids[culprit], signal.SIGKILL)
@@ -155,14 +173,9 @@ def _end_job(
             os.kill(pid, signal.SIGKILL)
 
 
-def _say(host: str, culprit: int | None, verdict: Verdict, pids: Mapping[int, int]) -> None:
-    name = f"a rank (host {host})" if culprit is None else f"rank {culprit} (host {host}, pid {pids[culprit]})"
-    what = {
-        "gone": f"is not there for {PATIENCE_S:.0f} s: it ended before the others, or never started",
-        "stopped": f"has been stopped for {PATIENCE_S:.0f} s (SIGSTOP, or a debugger that left it so)",
-    }[verdict]
+def _say(name: str, what: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(_STDERR, f"dist-infer: {name} failed: {what}; the job ends\n".encode())
+        os.write(_STDERR, f"dist-infer: {name} failed: {what}\n".encode())
 
 
 def _name_of(pid: int) -> str:

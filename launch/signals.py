@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from dist_infer.errors import ExitCode
@@ -28,13 +29,22 @@ class StopSignals:
     """Turns SIGUSR1, SIGTERM and SIGINT into a flag; `close` gives the old handlers back.
 
     The second signal leaves at once with code 1: no cleanup, because cleanup may be what hangs. So does the first one
-    as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool).
+    as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool). `on_exit` is
+    called before, in the handler.
     """
 
-    def __init__(self, name: str, alarm: Alarm, *, speaks_for_all: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        alarm: Alarm,
+        *,
+        speaks_for_all: bool = False,
+        on_exit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
         self._alarm = alarm
         self._speaks_for_all = speaks_for_all
+        self._on_exit = on_exit
         self._stop = False
         self._heeded = False
         self._old: dict[signal.Signals, object] = {}
@@ -70,6 +80,7 @@ class StopSignals:
         why = " (the second signal)" if self._stop else ""
         self._say(f"dist-infer: {self._name} got {signal.Signals(number).name} and {what}{why}\n".encode())
         if not drains:
+            self._on_exit()
             os._exit(ExitCode.ERROR)
         self._stop = True
 

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -54,6 +55,7 @@ FINALIZE_TIMEOUT_S = 15.0
 _STORE_TIMEOUT_S = 60.0
 _TASK_TAG = 3
 _STDERR = 2
+_LEAVE_POLL_S = 1e-3
 
 
 class World:
@@ -83,7 +85,9 @@ class World:
         self.rank, self.size = self.control.rank, self.control.size
         self.store: Any = None
         name = f"rank {self.rank} (host {self.host}, pid {os.getpid()})"
-        self.signals = StopSignals(name, self._alarm, speaks_for_all=self.rank == 0 and self.size > 1)
+        self.signals = StopSignals(
+            name, self._alarm, speaks_for_all=self.rank == 0 and self.size > 1, on_exit=lambda: self._guard.ends()
+        )
         self.watchdog = self._make_watchdog(None)
 
     @classmethod
@@ -117,10 +121,14 @@ class World:
             rank_variable=launcher.rank_variable,
             local_size=launcher.local_size,
         )
-        with _deadline(start_timeout_s):
-            world = cls(_start_mpi(around), step_timeout_s=step_timeout_s)
-            world._guard = guard
-            world._start(around, share_gpu)
+        try:
+            with _deadline(start_timeout_s):
+                world = cls(_start_mpi(around), step_timeout_s=step_timeout_s)
+                world._guard = guard
+                world._start(around, share_gpu)
+        except BaseException:
+            guard.ends()  # the error says why
+            raise
         return world
 
     def _start(self, around: Surroundings, share_gpu: bool) -> None:
@@ -260,8 +268,9 @@ class World:
         self._guard.leaving()
         atexit.unregister(self._leave_early)
         self.watchdog.stop()
-        self.signals.close()
-        with _deadline(FINALIZE_TIMEOUT_S):
+        with _deadline(2 * FINALIZE_TIMEOUT_S):
+            self._wait_until_all_leave()
+            self.signals.close()
             if self._communicators:
                 self._communicators.clear()
                 close_process_groups()
@@ -269,6 +278,18 @@ class World:
                 _finalize_mpi()
         self._guard.stop()
         self.store = None  # rank 0's serves the others, who have left by now
+
+    def _wait_until_all_leave(self) -> None:
+        """MPI_Finalize waits too, but holds the interpreter, so that no signal is heard and no word said."""
+        if self._comm is None or self.size == 1:
+            return
+        all_here = self._comm.Ibarrier()
+        until = time.monotonic() + FINALIZE_TIMEOUT_S
+        while not all_here.Test():
+            if time.monotonic() > until:
+                _say(f"dist-infer: rank {self.rank} (host {self.host}) has waited {FINALIZE_TIMEOUT_S:g} s to leave")
+                self._abort(ExitCode.ERROR)
+            time.sleep(_LEAVE_POLL_S)
 
     def __enter__(self) -> Self:
         return self
@@ -304,6 +325,7 @@ class World:
         self.watchdog.leave(death(text, rank=self.rank, host=self.host, where=where, pid=os.getpid()))
 
     def _abort(self, code: int) -> None:
+        self._guard.ends()
         if self._comm is not None:
             _abort_mpi(code)
 

@@ -162,7 +162,10 @@ PartitionName=urgent Nodes=ALL Default=NO State=UP MaxTime=INFINITE PriorityTier
         while self.call("squeue", "-h", check=False) and time.monotonic() < until:
             time.sleep(0.1)
         for pattern, name in (("slurmd-*.pid", "slurmd"), ("slurmctld.pid", "slurmctld"), ("munged.pid", "munged")):
-            _end([pid for file in self.folder.glob(pattern) if (pid := _read_pid(file, name)) is not None], name)
+            wait_s = 0.5 if name == "slurmd" else _DOWN_S  # it takes 3 s to say goodbye to nobody
+            _end(
+                [pid for file in self.folder.glob(pattern) if (pid := _read_pid(file, name)) is not None], name, wait_s
+            )
 
     def call(self, *argv: str, env: Mapping[str, str] | None = None, check: bool = True) -> str:
         """What a command of Slurm prints. Errors: RuntimeError where it fails."""
@@ -243,12 +246,12 @@ def _is(pid: int, name: str) -> bool:
         return False
 
 
-def _end(pids: Sequence[int], name: str) -> None:
+def _end(pids: Sequence[int], name: str, wait_s: float) -> None:
     """TERM to all, KILL to those that are still there."""
-    for number, wait_s in ((signal.SIGTERM, _DOWN_S), (signal.SIGKILL, 1.0)):
+    for number, limit_s in ((signal.SIGTERM, wait_s), (signal.SIGKILL, 1.0)):
         for pid in pids:
             if _is(pid, name):
                 os.kill(pid, number)
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + limit_s
         while any(_is(pid, name) for pid in pids) and time.monotonic() < until:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Runs the cells of the fault table as real launches, a few at a time, and looks for what they leave behind."""
+"""Runs the cells of the fault tables as real launches, a few at a time, and looks for what they leave behind."""
 
 import os
 import signal
@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,16 +17,29 @@ PROGRAM = Path(__file__).parent / "fault_program.py"
 TO_LAUNCHER = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL launcher": signal.SIGKILL}
 
 _MARK = "DIST_INFER_FAULT_CELL"
-_LIMIT_S = 60.0
+_LIMIT_S = 150.0
 _AT_ONCE = 3
+
+Launch = Callable[[int, list[str], dict[str, str]], mpirun.Command]  # ranks, program, more environment
+
+
+def by_mpirun(launcher: mpirun.Launcher) -> Launch:
+    """Cells on this machine."""
+
+    def launch(num_ranks: int, argv: list[str], env: dict[str, str]) -> mpirun.Command:
+        return mpirun.command(num_ranks, argv, launcher=launcher, oversubscribe=True, extra_env=env)
+
+    return launch
 
 
 @dataclass
 class Cell:
-    """One launch of two ranks that meets one fault in one phase."""
+    """One launch that meets one fault in one phase."""
 
     fault: str
     phase: str
+    num_ranks: int = 2
+    launcher: str = ""  # for the table
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: "subprocess.Popen[bytes] | None" = None
     output_path: str = ""
@@ -39,14 +53,13 @@ class Cell:
         """What the launcher and the ranks have printed so far."""
         return Path(self.output_path).read_text(errors="replace")
 
-    def start(self, launcher: mpirun.Launcher, folder: Path) -> None:
+    def start(self, launch: Launch, folder: Path) -> None:
         """Launch it; what it prints goes into a file in `folder`."""
-        env = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        env = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         argv = [sys.executable, str(PROGRAM), self.fault, self.phase]
-        launch = mpirun.command(2, argv, launcher=launcher, oversubscribe=True, extra_env=env)
         self.output_path = str(folder / self.mark)
         with open(self.output_path, "wb") as output:
-            self.process = mpirun.start(launch, output=output)
+            self.process = mpirun.start(launch(self.num_ranks, argv, env), output=output)
         self.started_at = time.monotonic()
 
     def is_over(self) -> bool:
@@ -57,6 +70,9 @@ class Cell:
             self.met_at = now
             if self.fault in TO_LAUNCHER:
                 self.process.send_signal(TO_LAUNCHER[self.fault])
+                if self.launcher == "srun" and self.fault == "SIGINT":  # srun wants it twice within a second
+                    time.sleep(0.2)
+                    self.process.send_signal(signal.SIGINT)
         if self.process.poll() is not None and not self.left_over():
             self.returncode = self.process.returncode
             self.gone_s = now - (self.met_at or self.started_at)
@@ -78,18 +94,18 @@ class Cell:
         if self.process is not None and self.process.poll() is None:
             mpirun.stop(self.process)
         for pid in self.left_over():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def run_cells(cells: Sequence[Cell], folder: Path) -> None:
+def run_cells(cells: Sequence[Cell], folder: Path, launches: Callable[[Cell], Launch]) -> None:
     """Run all cells to their end; what they print stays in `folder`."""
-    launcher = mpirun.find_launcher()
     waiting, running = list(cells), list[Cell]()
     try:
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 running.append(waiting.pop(0))
-                running[-1].start(launcher, folder)
+                running[-1].start(launches(running[-1]), folder)
             for cell in [cell for cell in running if cell.is_over()]:
                 running.remove(cell)
                 cell.clean_up()
@@ -101,12 +117,13 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> None:
 
 def table(cells: Sequence[Cell]) -> str:
     """One line a cell."""
-    lines = [f"{'fault':18} {'phase':12} {'gone after s':>12} {'exit code':>9}  message"]
+    lines = [f"{'launcher':9} {'fault':17} {'phase':11} {'gone after s':>12} {'exit code':>9}  message"]
     for cell in cells:
         said = [line for line in cell.output.splitlines() if line.startswith("dist-infer: ") or "process rank" in line]
         said.sort(key=lambda line: "rank 1 " not in line)  # the culprit's own first
         gone = "never" if cell.gone_s is None else f"{cell.gone_s:.1f}"
+        text = said[0][:90] if said else ""
         lines.append(
-            f"{cell.fault:18} {cell.phase:12} {gone:>12} {cell.returncode!s:>9}  {said[0][:100] if said else ''}"
+            f"{cell.launcher:9} {cell.fault:17} {cell.phase:11} {gone:>12} {cell.returncode!s:>9}  {text}".rstrip()
         )
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from dist_infer.launch.failure import (
     headline,
     render,
 )
-from tests.launch.fault_cells import Cell, run_cells, table
+from tests.launch.fault_cells import Cell, by_mpirun, run_cells, table
 
 
 def record_of(error: BaseException) -> FailureRecord:
@@ -122,16 +122,18 @@ RANK_FAULTS = {
     "exit": ("rank 1", "left early by sys.exit(0)"),
     "kill": ("rank 1", "signal 9"),
 }
-PHASES = ("start-up", "step", "pool")
+PHASES = ("load", "step", "pool")
 CELLS = {
     **{(fault, phase): says for fault, says in RANK_FAULTS.items() for phase in PHASES},
     ("exception", "step"): (*RANK_FAULTS["exception"], "rank 0 has answered what was open"),
     ("exit", "step"): (*RANK_FAULTS["exit"], "rank 0 has answered what was open"),
-    **{(sent, phase): ("rank 0", "got SIGTERM") for sent in ("SIGINT", "SIGTERM") for phase in PHASES},
+    **{(sent, phase): ("rank 0", "got SIGTERM") for sent in ("SIGINT", "SIGTERM") for phase in ("load", "step")},
+    ("SIGTERM", "pool"): ("rank 0", "got SIGTERM"),
     ("hard exit", "step"): ("rank 1", "exiting"),
     ("exception", "blocked"): ("rank 1", "ValueError: broken on purpose"),
     ("stall", "blocked"): ("no progress for 3 s", "stacks of rank 0", "stacks of rank 1", "in blocked_peer"),
-    ("exit", "before MPI"): ("Timeout (0:00:08)!", "_start_mpi"),
+    ("exit", "before MPI"): ("is not there for 10 s: it ended before the others, or never started",),
+    ("stop", "before MPI"): ("rank 1 (host", "has been stopped for 10 s"),
     ("SIGKILL launcher", "step"): (),
 }
 
@@ -142,8 +144,9 @@ def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
     launcher = mpirun.find_launcher()
     if launcher.family != "openmpi":
         pytest.skip("the messages expected of the launcher are Open MPI's")
-    made = {key: Cell(*key) for key in CELLS}
-    run_cells(list(reversed(made.values())), tmp_path_factory.mktemp("cells"))  # the long ones first
+    made = {key: Cell(*key, launcher="openmpi") for key in CELLS}
+    folder = tmp_path_factory.mktemp("cells")
+    run_cells(list(reversed(made.values())), folder, lambda cell: by_mpirun(launcher))  # the long ones first
     capture = pytestconfig.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         print("\n" + table(list(made.values())))

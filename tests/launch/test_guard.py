@@ -15,7 +15,7 @@ import pytest
 from dist_infer.launch.guard import PATIENCE_S, Guard, Neighbours, find_states
 
 RUNNING = {0: (10, "R"), 1: (11, "S")}
-LATE = PATIENCE_S + 1
+LATE = PATIENCE_S + 3
 
 
 def looks(*states: dict[int, tuple[int, str]], rank: int = 0, leaving: bool = False) -> object:
@@ -35,6 +35,16 @@ def test_patience_comes_first() -> None:
     assert [neighbours.look(alone, at) for at in (0.0, PATIENCE_S - 1, PATIENCE_S + 1)] == [None, None, (None, "gone")]
     neighbours = Neighbours(rank=0, local_size=2)
     assert [neighbours.look(each, LATE * idx) for idx, each in enumerate([alone, RUNNING, alone])] == [None] * 3
+
+
+def test_the_first_rank_speaks_and_acts_before_the_others() -> None:
+    stopped = {0: (10, "S"), 1: (11, "S"), 2: (12, "T")}
+    first, second = Neighbours(rank=0, local_size=3), Neighbours(rank=1, local_size=3)
+    for neighbours in (first, second):
+        neighbours.look(stopped, 0.0)
+    assert first.look(stopped, PATIENCE_S + 1) == (2, "stopped") and first.speaks
+    assert second.look(stopped, PATIENCE_S + 1) is None and not second.speaks
+    assert second.look(stopped, LATE) == (2, "stopped")
 
 
 def test_who_is_gone_is_known_if_it_was_ever_seen() -> None:
