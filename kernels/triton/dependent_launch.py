@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel of a captured graph starts before the one in front of it has ended.
+"""Programmatic dependent launch: a kernel starts before the one in front of it has ended, and waits for its end.
 
 A kernel with OVERLAP calls gdc_wait before it reads or writes what any other kernel writes or reads, and
-gdc_launch_dependents as soon as it likes: the next one waits for its end all the same. Before gdc_wait it may read
-parameters only, so that a graph must not write its own. Outside a capture nothing overlaps, because there a parameter
-may just have been written.
+gdc_launch_dependents as soon as it likes. Before gdc_wait it may read parameters only, and these only where
+`may_read_early`: outside a captured graph the kernel in front may just have written them. So a graph must not write the
+parameters that it uses.
 """
 
 import torch
@@ -13,9 +13,10 @@ _FIRST_CAPABILITY = (9, 0)
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether kernels on x are launched so: constexpr OVERLAP and option launch_pdl of a launch."""
-    return (
-        x.is_cuda
-        and torch.cuda.is_current_stream_capturing()
-        and torch.cuda.get_device_capability(x.device) >= _FIRST_CAPABILITY
-    )
+    """Whether kernels on x are launched so: the constexpr OVERLAP, and the option launch_pdl of a launch."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= _FIRST_CAPABILITY
+
+
+def may_read_early(x: Tensor) -> bool:
+    """Whether a kernel on x may read parameters before it has waited."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

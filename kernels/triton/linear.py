@@ -16,7 +16,7 @@ from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import may_read_early, overlaps
 from dist_infer.kernels.triton.silu_mul import silu, silu_mul
 
 _MAX_ROWS = 16
@@ -46,7 +46,7 @@ def _eights(weight, rows, weight_stride, k, K: tl.constexpr, BLOCK_K: tl.constex
     return tl.load(at, mask=(column < K)[None, :, :], other=0, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_early"])
 def _row_product(
     x,
     weight,
@@ -54,6 +54,7 @@ def _row_product(
     out,
     num_outputs,
     weight_stride,
+    is_early,
     K: tl.constexpr,
     GATED: tl.constexpr,
     STRIP: tl.constexpr,
@@ -63,9 +64,12 @@ def _row_product(
     NUM_OUTPUTS: tl.constexpr = STRIP // 2 if GATED else STRIP
     first = tl.program_id(0) * NUM_OUTPUTS
     rows = _output_rows(first, num_outputs, GATED, STRIP)
-    block = _eights(weight, rows, weight_stride, 0, K, BLOCK_K)
     if OVERLAP:
         gdc_launch_dependents()
+        if is_early == 0:
+            gdc_wait()
+    block = _eights(weight, rows, weight_stride, 0, K, BLOCK_K)
+    if OVERLAP:
         gdc_wait()
     column = 8 * tl.arange(0, BLOCK_K // 8)[:, None] + tl.arange(0, 8)[None, :]
     sums = tl.zeros([STRIP, BLOCK_K // 8], tl.float32)
@@ -188,6 +192,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> T
         out,
         num_outputs,
         weight.stride(0),
+        int(may_read_early(x)),
         K=num_inputs,
         GATED=gated,
         STRIP=strip,

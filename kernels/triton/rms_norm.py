@@ -37,10 +37,10 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < HIDDEN
-    gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+    gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + columns, mask=inside, other=0)
