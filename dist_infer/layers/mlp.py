@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from dist_infer.comm.mesh import split_range
-from dist_infer.kernels import silu_mul as op
+from dist_infer.kernels import gated_linear as op
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
@@ -23,7 +23,7 @@ class GatedMlp:
             setup=setup,
         )
         self.down = RowParallelLinear(intermediate_size, held, hidden_size, bias=bias, setup=setup)
-        self._library = setup.choose("silu_mul", op.LIBRARIES, intermediate=len(held))
+        self._library = setup.choose("gated_linear", op.LIBRARIES, inputs=hidden_size, intermediate=len(held))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """This rank's part of the MLP output: the sum over the group is the whole.
@@ -31,7 +31,7 @@ class GatedMlp:
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local.
         """
-        return self.down(op.silu_mul(self.gate_up(hidden), library=self._library))
+        return self.down(op.gated_linear(hidden, self.gate_up.weight, self.gate_up.bias, library=self._library))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`gate_proj`, `up_proj` and `down_proj` under `prefix`."""
