@@ -29,26 +29,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import RESULTS, Row, device_name, floor_us, write_results
+from benchmarks.timing import RESULTS, BenchmarkError, Row, device_name, floor_us, write_results
 from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
 from dist_infer.comm.agreement import Decision
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import ModelConfig, SchedulerConfig
-from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.dispatcher import Dispatcher, Incoming
 from dist_infer.engine import Engine
 from dist_infer.errors import ExitCode
-from dist_infer.graphs import CudaCapture, DecodeGraphs
-from dist_infer.kv_cache import KVCache, block_bytes
+from dist_infer.graphs import CudaCapture
+from dist_infer.kv_cache import block_bytes
 from dist_infer.launch.channel import LocalControl
 from dist_infer.launch.failure import Alarm
 from dist_infer.models.registry import parse_config
-from dist_infer.runner import Runner
-from dist_infer.sampler import Sampler
 from dist_infer.scheduler import Scheduler
 from dist_infer.shard import Shard, ShardPlan, load_shard, plan_shard
-from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner
+from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner, build_step_runner
 from dist_infer.types import Batch, Request, SamplingParams, StepOutput
 from dist_infer.warmup import warm_up
 
@@ -179,7 +176,7 @@ class Served:
             depth=1,
         )
         started_s = time.perf_counter()
-        self.runner = TimedRunner(self._make_runner(device))
+        self.runner = TimedRunner(self._make_runner())
         self.runner.inner.capture(CudaCapture(device))
         warm_up(self.runner.inner, self.config, world_size=1, on_progress=lambda _: None)
         self.warm_s = time.perf_counter() - started_s
@@ -196,23 +193,19 @@ class Served:
             dispatcher=Dispatcher(self.requests, 1, 10**6),
         )
 
-    def _make_runner(self, device: torch.device) -> StepRunner:
-        plan, config = self.plan, self.config
-        inputs = DecodeInputs(
-            max_num_seqs=config.max_num_seqs,
-            max_pages=-(-config.max_model_len // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            device=device,
-        )
-        cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, BLOCK_SIZE, plan.dtype, device)
-        model = self.shard.model
+    def _make_runner(self) -> StepRunner:
+        model, plan = self.shard.model, self.plan
         if model.graph_blocker is not None:
-            raise RuntimeError(f"no graphs: {model.graph_blocker}")
-        runner = Runner(model, cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=inputs)
-        sampler = Sampler.choosing(
-            SingleCollectives(), model.vocab_range, plan.config.vocab_size, device=device, dtype=plan.dtype
+            raise BenchmarkError(f"no graphs: {model.graph_blocker}")
+        return build_step_runner(
+            model,
+            self.config,
+            heads=plan.heads,
+            tp=SingleCollectives(),
+            dtype=plan.dtype,
+            device=plan.device,
+            graph_sizes=BATCHES,
         )
-        return StepRunner(runner, sampler, DecodeGraphs(BATCHES))
 
     def decode(self, batch: int) -> tuple[float, float, float]:
         """Microseconds of a step on the host's clock, and of the device: busy, gap."""

@@ -8,16 +8,21 @@ asks for edits or scores, tokens are chosen outside of the graph, kernel by kern
 several ranks share the vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dist_infer.comm.agreement import EAGER, Decision
+from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.mesh import HeadShard
+from dist_infer.config import SchedulerConfig
 from dist_infer.decode_inputs import DecodeInputs
 from dist_infer.graphs import Capture, DecodeGraphs, Program
+from dist_infer.kv_cache import KVCache
 from dist_infer.layers.step_inputs import StepInputs
+from dist_infer.models.decoder import Decoder
 from dist_infer.row_options import RowOptions
 from dist_infer.runner import Runner
 from dist_infer.sampler import SamplePlan, Sampler
@@ -225,3 +230,32 @@ class StepRunner:
             own = self._runner.logits(hidden, token_rows[first : first + step])
             parts.append(self._sampler.score(own, next_ids[first : first + step], wanted.num_top))
         return torch.cat(parts)
+
+
+def build_step_runner(
+    model: Decoder,
+    config: SchedulerConfig,
+    *,
+    heads: HeadShard,
+    tp: Collectives,
+    dtype: torch.dtype,
+    device: torch.device,
+    graph_sizes: Sequence[int] = (),
+) -> StepRunner:
+    """A filled model with KV cache and sampler, on a GPU with inputs that stay in place; no graph is captured yet.
+
+    Ranks: local.
+    Errors: UsageError when the device has no room for the cache.
+    """
+    decode_inputs = None
+    if device.type == "cuda":
+        decode_inputs = DecodeInputs(
+            max_num_seqs=config.max_num_seqs,
+            max_pages=-(-config.max_model_len // config.block_size),
+            block_size=config.block_size,
+            device=device,
+        )
+    kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, dtype, device)
+    runner = Runner(model, kv_cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=decode_inputs)
+    sampler = Sampler.choosing(tp, model.vocab_range, model.config.vocab_size, device=device, dtype=dtype)
+    return StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)

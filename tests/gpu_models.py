@@ -10,13 +10,9 @@ import torch
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.mesh import split_heads
 from dist_infer.config import SchedulerConfig
-from dist_infer.decode_inputs import DecodeInputs
-from dist_infer.graphs import CudaCapture, DecodeGraphs
-from dist_infer.kv_cache import KVCache
+from dist_infer.graphs import CudaCapture
 from dist_infer.models.decoder import Decoder
-from dist_infer.runner import Runner
-from dist_infer.sampler import Sampler
-from dist_infer.step_runner import StepRunner
+from dist_infer.step_runner import StepRunner, build_step_runner
 from tests.tiny_families import make_tiny
 from tests.tiny_models import make_tiny_llama
 
@@ -52,22 +48,14 @@ def make_step_runner(
 ) -> StepRunner:
     """A step runner of one rank on the GPU, with captured graphs of these sizes."""
     device = torch.device("cuda", torch.cuda.current_device())
-    shard = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
-    runner = Runner(
+    step_runner = build_step_runner(
         model,
-        KVCache(model.config, shard, config.num_kv_blocks, config.block_size, dtype, device),
-        max_num_seqs=config.max_num_seqs,
+        config,
+        heads=split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0),
+        tp=SingleCollectives(),
+        dtype=dtype,
         device=device,
-        decode_inputs=DecodeInputs(
-            max_num_seqs=config.max_num_seqs,
-            max_pages=-(-config.max_model_len // config.block_size),
-            block_size=config.block_size,
-            device=device,
-        ),
+        graph_sizes=graph_sizes,
     )
-    sampler = Sampler.choosing(
-        SingleCollectives(), model.vocab_range, model.config.vocab_size, device=device, dtype=dtype
-    )
-    step_runner = StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)
     step_runner.capture(CudaCapture(device))
     return step_runner

@@ -17,14 +17,11 @@ from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
-from dist_infer.decode_inputs import DecodeInputs
-from dist_infer.graphs import CudaCapture, DecodeGraphs, default_sizes
-from dist_infer.kv_cache import KVCache
+from dist_infer.graphs import CudaCapture, default_sizes
 from dist_infer.launch.world import World
-from dist_infer.runner import Runner
 from dist_infer.sampler import Sampler
 from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
-from dist_infer.step_runner import StepRunner
+from dist_infer.step_runner import StepRunner, build_step_runner
 from dist_infer.warmup import measure_bytes, warm_up
 
 _log = logging.getLogger(__name__)
@@ -219,23 +216,15 @@ def _build_runner(
     plan: ShardPlan, shard: Shard, config: SchedulerConfig, world: World, graph_sizes: Sequence[int]
 ) -> StepRunner:
     """Ranks: local."""
-    kv_cache = KVCache(plan.config, plan.heads, config.num_kv_blocks, config.block_size, plan.dtype, plan.device)
-    decode_inputs = None
-    if plan.device.type == "cuda":
-        decode_inputs = DecodeInputs(
-            max_num_seqs=config.max_num_seqs,
-            max_pages=-(-config.max_model_len // config.block_size),
-            block_size=config.block_size,
-            device=plan.device,
-        )
-    runner = Runner(
+    return build_step_runner(
         shard.model,
-        kv_cache,
-        max_num_seqs=config.max_num_seqs,
+        config,
+        heads=plan.heads,
+        tp=world.communicators(plan.mesh).tp,
+        dtype=plan.dtype,
         device=plan.device,
-        decode_inputs=decode_inputs,
+        graph_sizes=graph_sizes,
     )
-    return StepRunner(runner, _sampler(plan, shard, world), DecodeGraphs(graph_sizes) if graph_sizes else None)
 
 
 def _sampler(plan: ShardPlan, shard: Shard, world: World) -> Sampler:
