@@ -13,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dist_infer.kernels.triton.dependent_launch import overlaps
 
 MAX_SPLITS = 128
-_INTERPRETED_PROGRAMS = 24  # fill the "device" on which the interpreter runs
+_INTERPRETED_PROCESSORS = 12  # of the "device" on which the interpreter runs
 
 
 def choose_num_splits(
@@ -25,12 +28,15 @@ def choose_num_splits(
 
     `per_processor` is how many programs run beside each other on a multiprocessor.
     """
-    room = _INTERPRETED_PROGRAMS if device.type == "cpu" else per_processor * _num_processors(device)
+    room = per_processor * num_processors(device)
     return max(1, min(room // max(num_programs, 1), -(-max_kv_len // keys), MAX_SPLITS))
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -67,7 +73,9 @@ class SplitResults:
             KEYS=keys,
             SPLITS_BLOCK=splits_block,
             DIM_BLOCK=min(128, triton.next_power_of_2(value_dim)),
+            OVERLAP=overlaps(out),
             num_warps=4 if splits_block <= 32 else 8,
+            launch_pdl=overlaps(out),
         )
 
 
@@ -96,7 +104,11 @@ def _merge_kernel(
     KEYS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     head, seq = tl.program_id(0), tl.program_id(1)
     kv_len = tl.load(kv_lens + seq)
     length = split_length(kv_len, num_splits, KEYS)

@@ -12,10 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, split_length
-from dist_infer.kernels.triton.paged_attention import LOG2_E, key_slots, load_rows
+from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, num_processors, split_length
+from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.paged_rows import LOG2_E, key_slots, load_rows
 
 
 def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
@@ -30,11 +32,14 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
     by_head = q.transpose(0, 1)
     folded = torch.bmm(by_head[..., :plain_dim], kv_b[:, :plain_dim])  # [N, S, L]
     latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
-    keys = 16 if q.dtype == torch.float32 else 64
     heads = min(64, max(16, triton.next_power_of_2(num_heads)))
     num_head_blocks = triton.cdiv(num_heads, heads)
+    num_programs = num_seqs * num_head_blocks
+    # Two small programs on a multiprocessor, or one large one: of 64 heads, or where there are enough without splits.
+    small = heads == 16 and 3 * num_programs <= 2 * num_processors(q.device)
+    keys = 16 if q.dtype == torch.float32 else 32 if small else 64
     max_kv_len = int(step.host_kv_lens.max())
-    num_splits = choose_num_splits(num_seqs * num_head_blocks, max_kv_len, keys, q.device, per_processor=1)
+    num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2 if small else 1)
     results = SplitResults(q, num_seqs, num_heads, num_splits, latent_dim)
     _absorbed_kernel[(num_head_blocks, num_splits, num_seqs)](
         folded,
@@ -63,8 +68,10 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         KEYS=keys,
         ROTATED_BLOCK=max(16, triton.next_power_of_2(rotated_dim)),
         LATENT_BLOCK=max(64, triton.next_power_of_2(latent_dim)),
-        num_warps=8,
-        num_stages=3,  # the third is for page ids, one block of rows further ahead
+        OVERLAP=overlaps(q),
+        num_warps=4 if heads == 16 else 8,
+        num_stages=5 if small else 3,  # two for each block of rows on its way, page ids before their rows
+        launch_pdl=overlaps(q),
     )
     results.merge(latents, step.query_start, step.kv_lens, keys)
     torch.bmm(latents.transpose(0, 1), kv_b[:, plain_dim:].transpose(1, 2), out=out.transpose(0, 1))
@@ -101,7 +108,11 @@ def _absorbed_kernel(
     KEYS: tl.constexpr,
     ROTATED_BLOCK: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + seq)
     length = split_length(kv_len, num_splits, KEYS)
@@ -125,7 +136,7 @@ def _absorbed_kernel(
     for start in tl.range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         inside = key < end
-        slot = key_slots(table, key, end, BLOCK_SIZE, True)
+        slot = key_slots(table, key, end, BLOCK_SIZE)
         latent = load_rows(cache, slot, slot_stride, inside, LATENT_DIM, LATENT_BLOCK, True)
         rotated = load_rows(cache + LATENT_DIM, slot, slot_stride, inside, ROTATED_DIM, ROTATED_BLOCK, True)
         products = tl.dot(latent, tl.trans(q_folded), input_precision="ieee")

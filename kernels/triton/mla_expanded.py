@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.triton.attention_tiles import plan_tiles
-from dist_infer.kernels.triton.paged_attention import LOG2_E, load_rows, update_softmax
+from dist_infer.kernels.triton.attention_tiles import plan_tiles, split_sequences
+from dist_infer.kernels.triton.paged_rows import LOG2_E, load_rows, update_softmax
 
-_MAX_KEYS = 1 << 17  # of several sequences together; one alone may have more
 _MAX_EXPANDED_BYTES = 1 << 28  # of keys and values of several heads; those of one head may take more
 
 
@@ -29,7 +28,6 @@ class ExpandedPart:
     """Some sequences whose keys are made together."""
 
     slots: Tensor  # [M] int64, of their keys one sequence after another
-    key_start: Tensor  # [S] int32, the first key of a sequence among these
     tiles: Tensor  # as of plan_tiles
 
 
@@ -38,17 +36,7 @@ def plan_expanded(step: PagedStep, *, wide: bool) -> list[ExpandedPart]:
 
     Stream: the current one; the host waits for nothing.
     """
-    query_lens = np.diff(step.host_query_start)
-    parts: list[list[int]] = []
-    room = 0  # keys that the last part may still take
-    for seq in np.flatnonzero(query_lens > 1).tolist():
-        kv_len = int(step.host_kv_lens[seq])
-        if not parts or kv_len > room:
-            parts.append([])
-            room = _MAX_KEYS
-        parts[-1].append(seq)
-        room -= kv_len
-    return [_plan_part(step, np.array(seqs), tile_shape(wide=wide)[0]) for seqs in parts]
+    return [_plan_part(step, seqs, tile_shape(wide=wide)[0]) for seqs in split_sequences(step)]
 
 
 def _plan_part(step: PagedStep, seqs: npt.NDArray[np.int64], queries: int) -> ExpandedPart:
@@ -57,19 +45,16 @@ def _plan_part(step: PagedStep, seqs: npt.NDArray[np.int64], queries: int) -> Ex
     first = np.cumsum(kv_lens) - kv_lens
     key_start = np.zeros(step.num_seqs, np.int64)
     key_start[seqs] = first
-    on_host = torch.from_numpy(np.concatenate([seqs, kv_lens, first, key_start]))
+    on_host = torch.from_numpy(np.concatenate([seqs, kv_lens, first]))
     if device.type == "cuda":
         on_host = on_host.pin_memory()  # torch keeps it until the copy is done
-    count = len(seqs)
-    ids, lens, starts, key_starts = on_host.to(device, non_blocking=True).split_with_sizes(
-        [count, count, count, step.num_seqs]
-    )
+    ids, lens, starts = on_host.to(device, non_blocking=True).split(len(seqs))
     num_keys = int(kv_lens.sum())
     seq, start = (torch.repeat_interleave(x, lens, output_size=num_keys) for x in (ids, starts))
     key = torch.arange(num_keys, device=device) - start
     page = step.page_table[seq, key // step.block_size].long()
     slots = page * step.block_size + key % step.block_size
-    return ExpandedPart(slots, key_starts.int(), plan_tiles(step, queries, seqs))
+    return ExpandedPart(slots, plan_tiles(step, queries, seqs, key_start))
 
 
 def attend_expanded(
@@ -111,7 +96,6 @@ def _launch(
         rotated,
         out,
         part.tiles,
-        part.key_start,
         step.query_start,
         step.kv_lens,
         scale * LOG2_E,
@@ -147,7 +131,6 @@ def _expanded_kernel(
     rotated,
     out,
     tiles,
-    key_start,
     query_start,
     kv_lens,
     scale,
@@ -168,7 +151,7 @@ def _expanded_kernel(
     VALUE_BLOCK: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
-    seq, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    seq, first, key_start = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     token = tl.load(query_start + seq)
     num_queries = tl.load(query_start + seq + 1) - token
     kv_len = tl.load(kv_lens + seq)
@@ -181,9 +164,8 @@ def _expanded_kernel(
     last_key = kv_len - num_queries + query  # that a row sees
     num_keys = tl.minimum(kv_len, kv_len - num_queries + first + ROWS)  # that any row sees
     num_shared = tl.maximum(tl.minimum(num_keys, kv_len - num_queries + first + 1), 0) // KEYS * KEYS  # by all
-    row0 = tl.load(key_start + seq).to(tl.int64)
-    plain_base = expanded + row0 * key_stride + head * head_stride
-    rotated_base = rotated + row0 * rotated_stride
+    plain_base = expanded + key_start.to(tl.int64) * key_stride + head * head_stride
+    rotated_base = rotated + key_start.to(tl.int64) * rotated_stride
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)

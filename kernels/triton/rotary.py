@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dist_infer.kernels.triton.dependent_launch import overlaps
 
 _ROWS = 32  # heads of tokens that a program of a large step takes
 
@@ -61,7 +64,9 @@ def rotary(
         HEADS=heads,
         HALF_BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
+        OVERLAP=overlaps(qkv),
         num_warps=4 if tokens > 1 else 2,
+        launch_pdl=overlaps(qkv),
     )
     return out
 
@@ -99,7 +104,11 @@ def _rotary_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     is_token = token < num_tokens

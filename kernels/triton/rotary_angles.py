@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dist_infer.kernels.triton.dependent_launch import overlaps
 
 _BLOCK = 128
 
@@ -13,13 +16,36 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: Tensor, dtype:
     cos, sin = (torch.empty(len(positions), len(frequencies), dtype=dtype, device=positions.device) for _ in range(2))
     if cos.numel():
         _angles_kernel[(triton.cdiv(cos.numel(), _BLOCK),)](
-            positions, frequencies, factor, cos, sin, cos.numel(), NUM_PAIRS=len(frequencies), BLOCK=_BLOCK, num_warps=4
+            positions,
+            frequencies,
+            factor,
+            cos,
+            sin,
+            cos.numel(),
+            NUM_PAIRS=len(frequencies),
+            BLOCK=_BLOCK,
+            OVERLAP=overlaps(cos),
+            num_warps=4,
+            launch_pdl=overlaps(cos),
         )
     return cos, sin
 
 
 @triton.jit(do_not_specialize=["num_angles"], do_not_specialize_on_alignment=["positions"])
-def _angles_kernel(positions, frequencies, factor, cos, sin, num_angles, NUM_PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+def _angles_kernel(
+    positions,
+    frequencies,
+    factor,
+    cos,
+    sin,
+    num_angles,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = idx < num_angles
     position = tl.load(positions + idx // NUM_PAIRS, mask=inside, other=0).to(tl.float64)

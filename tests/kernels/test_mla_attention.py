@@ -173,11 +173,11 @@ def test_parts_of_sequences_and_heads_change_nothing(
     library: Library[PlanFunction], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Expanded keys are made for a few sequences and heads at a time."""
-    from dist_infer.kernels.triton import mla_expanded
+    from dist_infer.kernels.triton import attention_tiles, mla_expanded
 
     case = make_case(STEPS["extend"], torch.float32, device)
     whole = attend(case, library)
-    monkeypatch.setattr(mla_expanded, "_MAX_KEYS", 100)
+    monkeypatch.setattr(attention_tiles, "_MAX_KEYS", 100)
     monkeypatch.setattr(mla_expanded, "_MAX_EXPANDED_BYTES", 97 * 16 * 4 * 2)
     torch.testing.assert_close(attend(case, library), whole, rtol=0, atol=1e-5)
 
@@ -192,8 +192,8 @@ def test_compiled_ahead_of_time() -> None:
     strides = ("folded_head_stride", "folded_seq_stride", "q_seq_stride", "q_head_stride", "slot_stride")
     signature |= dict.fromkeys(strides, "i32:16")
     constexprs = {"PLAIN_DIM": 128, "ROTATED_DIM": 64, "LATENT_DIM": 512, "BLOCK_SIZE": 16, "HEADS": 16, "KEYS": 64}
-    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512}
-    compiled = compile_ahead(_absorbed_kernel, signature, constexprs, num_warps=8, num_stages=3)
+    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512, "OVERLAP": True}
+    compiled = compile_ahead(_absorbed_kernel, signature, constexprs, num_warps=4, num_stages=3)
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
     assert "wgmma" in compiled.asm["ptx"]
     assert compiled.spilled_bytes == 0

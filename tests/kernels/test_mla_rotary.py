@@ -102,7 +102,7 @@ def test_compiled_ahead_of_time() -> None:
     strides = ("token_stride", "head_stride", "latent_stride", "key_stride", "angle_stride", "slot_stride")
     signature |= dict.fromkeys(strides, "i32:16")
     constexprs = {"PLAIN_DIM": 128, "LATENT_DIM": 512, "HALF": 32, "INTERLEAVED": False, "TOKENS": 1, "HEADS": 16}
-    constexprs |= {"HALF_BLOCK": 32, "LATENT_BLOCK": 512}
+    constexprs |= {"HALF_BLOCK": 32, "LATENT_BLOCK": 512, "OVERLAP": True}
     compiled = compile_ahead(_mla_rotary_kernel, signature, constexprs, num_warps=4)
     assert "ld.global.v2.b32" in compiled.asm["ptx"]  # of 512 channels a thread of 128 holds four
     assert compiled.spilled_bytes == 0

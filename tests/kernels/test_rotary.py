@@ -169,7 +169,7 @@ def test_compiled_ahead_of_time() -> None:
     signature |= dict.fromkeys(sizes, "i32")
     signature |= dict.fromkeys(("token_stride", "angle_stride", "slot_stride"), "i32:16")
     constexprs = {"HEAD_DIM": 128, "HALF": 64, "INTERLEAVED": False, "HAS_NORM": True, "TOKENS": 1, "HEADS": 8}
-    constexprs |= {"HALF_BLOCK": 64, "REST_BLOCK": 0}
+    constexprs |= {"HALF_BLOCK": 64, "REST_BLOCK": 0, "OVERLAP": True}
     compiled = compile_ahead(_rotary_kernel, signature, constexprs, num_warps=2)
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.v4.b32" in compiled.asm["ptx"]

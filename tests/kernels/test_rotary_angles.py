@@ -43,5 +43,7 @@ def test_compiled_ahead_of_time() -> None:
     from dist_infer.kernels.triton.rotary_angles import _angles_kernel
 
     pointers = {"positions": "*i64", "frequencies": "*fp64", "factor": "*fp64", "cos": "*fp32", "sin": "*fp32"}
-    compiled = compile_ahead(_angles_kernel, pointers | {"num_angles": "i32"}, {"NUM_PAIRS": 64, "BLOCK": 128})
+    compiled = compile_ahead(
+        _angles_kernel, pointers | {"num_angles": "i32"}, {"NUM_PAIRS": 64, "BLOCK": 128, "OVERLAP": True}
+    )
     assert "f64" in compiled.asm["ptx"]
