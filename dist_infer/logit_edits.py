@@ -77,7 +77,7 @@ def _penalised(values: Tensor, held: range, sent: Mapping[str, Tensor], input_id
     counts = values.new_zeros(len(values), nowhere + 1)
     counts.index_put_((owners, columns), sent["token_counts"].to(values.dtype), accumulate=True)
     seen = torch.zeros_like(counts, dtype=torch.bool)
-    seen[owners, columns] = True
+    seen.index_put_((owners, columns), torch.ones_like(columns, dtype=torch.bool))  # a plain True would be uploaded
     counts, seen = counts[:, :nowhere], seen[:, :nowhere]
     repetition, frequency, presence = (
         sent[penalties].to(values.dtype)[:, None] for penalties in ("repetition", "frequency", "presence")
