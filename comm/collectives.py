@@ -154,7 +154,7 @@ class TorchCollectives:
         self.rank = wire.rank
         self.size = wire.size
         self.wire_bytes = dict.fromkeys(_TAGS, 0)
-        self._wire = wire
+        self.wire = wire
         self._axis = axis
         self.max_whole_bytes = max_whole_bytes
         self._num_exchanges = 0
@@ -229,16 +229,16 @@ class TorchCollectives:
         self._num_exchanges += 1
         self.wire_bytes[name] += sum(x.nbytes for peer, x in enumerate(sends) if peer != self.rank)
         try:
-            self._wire.exchange([_as_bytes(x) for x in sends], [_as_bytes(x) for x in recvs], tag)
+            self.wire.exchange([_as_bytes(x) for x in sends], [_as_bytes(x) for x in recvs], tag)
         except RuntimeError as error:
             raise PeerFailedError(
                 f"{name} over axis {self._axis} failed on its rank {self.rank} of {self.size}: {error}"
             ) from error
 
     def _check_device(self, name: str, x: Tensor) -> None:
-        if x.device != self._wire.device:
+        if x.device != self.wire.device:
             raise ValueError(
-                f"{name}: the tensor is on {x.device}, the group of axis {self._axis} works on {self._wire.device}"
+                f"{name}: the tensor is on {x.device}, the group of axis {self._axis} works on {self.wire.device}"
             )
 
 

@@ -44,7 +44,7 @@ class GlooWire:
     """Gloo over TCP. CUDA tensors are staged through host memory, so that several ranks can share one GPU."""
 
     def __init__(self, group: dist.ProcessGroupGloo, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -63,8 +63,8 @@ class GlooWire:
     def _exchange_host(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> None:
         peers = self._peers()
         # Receives first: a message that finds its buffer posted is not kept waiting in the socket.
-        works = [self._group.recv([recvs[p]], p, tag) for p in peers if recvs[p].numel() > 0]  # type: ignore[attr-defined]
-        works += [self._group.send([sends[p]], p, tag) for p in peers if sends[p].numel() > 0]  # type: ignore[attr-defined]
+        works = [self.group.recv([recvs[p]], p, tag) for p in peers if recvs[p].numel() > 0]  # type: ignore[attr-defined]
+        works += [self.group.send([sends[p]], p, tag) for p in peers if sends[p].numel() > 0]  # type: ignore[attr-defined]
         for work in works:
             work.wait()
 
@@ -77,7 +77,7 @@ class NcclWire:
     """NCCL between GPUs. Everything is ordered on the current stream; the host doesn't wait."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self.group = group  # torch's, registered: peer memory is found through its name
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -89,6 +89,6 @@ class NcclWire:
         outgoing[self.rank] = incoming[self.rank] = self._nothing
         options = dist.AllToAllOptions()
         options.asyncOp = False
-        work = self._group.alltoall(incoming, outgoing, options)
+        work = self.group.alltoall(incoming, outgoing, options)
         if work is not None:  # None where torch has put it on the current stream and there is nothing to wait for
             work.wait()

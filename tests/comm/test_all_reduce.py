@@ -1,0 +1,259 @@
+"""All-reduce with what follows it: GATHER and LIBRARY between CPU ranks, all strategies between two GPUs.
+
+Every rank makes the inputs of all ranks from one seed, so it can compute what it must get without asking.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, PeerRoom, open_peer_room
+from dist_infer.comm.all_reduce_table import Strategy, Table
+from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives, ordered_sum
+from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.wire import NcclWire
+from dist_infer.errors import UsageError
+from dist_infer.kernels import quantize as quantize_op
+from dist_infer.kernels import rms_norm as rms_norm_op
+from dist_infer.kernels.all_reduce import Reduced
+from dist_infer.kernels.dispatch import Target, resolve
+from dist_infer.kernels.quantize import QuantFormat
+from dist_infer.launch.world import World
+
+EPS = 1e-5
+CPU = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
+SCALED = (QuantFormat.FP8, QuantFormat.NVFP4, QuantFormat.NVFP4_LINEAR)
+HIDDEN = 2048
+
+
+@pytest.fixture(scope="module")
+def group(world: World) -> Collectives:
+    """All ranks on one axis."""
+    return world.communicators(Mesh.create(world=world.size, rank=world.rank)).world
+
+
+def _parts(size: int, num_tokens: int, target: Target, seed: int, hidden: int = HIDDEN) -> list[Tensor]:
+    """The tensor of each rank: large ones cancel, so that the order of the sum shows; zeros of both signs, NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, num_tokens, hidden, generator=generator)
+    if size > 2:
+        place = torch.rand(x.shape, generator=generator).argsort(dim=0)
+        x = x.masked_fill(place == 0, 2.0**9).masked_fill(place == 1, -(2.0**9))
+    x[..., 2:6] = -0.0
+    if num_tokens > 2:
+        x[0, 1, 7], x[size - 1, 1, 8] = math.inf, math.nan
+    return list(x.to(target.dtype).to(target.device))
+
+
+def _expected(parts: list[Tensor], fused_op: FusedOp, given: dict[str, Tensor | None], target: Target) -> Reduced:
+    total = ordered_sum(parts)
+    if fused_op is FusedOp.NONE:
+        return Reduced(total=total, normed=None, quantized=())
+    library = resolve("rms_norm", rms_norm_op.LIBRARIES, target).pick()
+    weight = given["weight"]
+    assert weight is not None
+    if given["residual"] is not None:
+        total = total + given["residual"]
+    normed, _ = rms_norm_op.rms_norm(total, weight, EPS, library=library)
+    quant_format = fused_op.value.quant_format
+    if quant_format is None:
+        return Reduced(total=total, normed=normed, quantized=())
+    quantize = resolve("quantize", quantize_op.LIBRARIES, target).pick()
+    quantized = quantize_op.quantize(normed, quant_format, given["scale"], library=quantize)
+    return Reduced(total=total, normed=normed if fused_op.value.keeps_norm else None, quantized=(quantized,))
+
+
+def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
+    equal = ours.view(integers) == theirs.view(integers)
+    return bool((equal | (ours.float().isnan() & theirs.float().isnan())).all())
+
+
+def check_op(
+    reduce: FusedAllReduce,
+    size: int,
+    rank: int,
+    num_tokens: int,
+    fused_op: FusedOp,
+    target: Target,
+    hidden: int = HIDDEN,
+) -> None:
+    parts = _parts(size, num_tokens, target, seed=num_tokens, hidden=hidden)
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(num_tokens, hidden, generator=generator).to(target.dtype).to(target.device)
+    weight = torch.randn(hidden, generator=generator).to(target.dtype).to(target.device)
+    given = {
+        "residual": residual if fused_op.value.has_residual else None,
+        "weight": weight if fused_op.value.has_norm else None,
+        "scale": torch.tensor([0.5], device=target.device) if fused_op.value.quant_format in SCALED else None,
+    }
+    ours = reduce(parts[rank], fused_op, eps=EPS, **given)
+    theirs = _expected(parts, fused_op, given, target)
+    assert _same(ours.total, theirs.total) and _same(ours.normed, theirs.normed)
+    assert len(ours.quantized) == len(theirs.quantized)
+    for mine, other in zip(ours.quantized, theirs.quantized, strict=True):
+        assert _same(mine.data, other.data) and _same(mine.scales, other.scales)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("fused_op", FusedOp)
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 129])
+def test_gather_on_the_cpu(num_tokens: int, fused_op: FusedOp, group: Collectives) -> None:
+    reduce = FusedAllReduce(group, CPU, strategy=Strategy.GATHER)
+    if num_tokens > 33 and fused_op not in (FusedOp.NONE, FusedOp.RESIDUAL_RMS_NORM_QUANT_NVFP4):
+        num_tokens = 34  # what follows the sum goes row by row
+    check_op(reduce, group.size, group.rank, num_tokens, fused_op, CPU)
+
+
+@pytest.mark.ranks(2, 4)
+def test_library_on_the_cpu(group: Collectives, world: World) -> None:
+    """To a tolerance: its order is its own."""
+    gloo = world.communicators(Mesh.create(world=world.size, rank=world.rank), "gloo").world
+    assert isinstance(gloo, TorchCollectives)
+    library = gloo.wire.group  # type: ignore[attr-defined]
+    reduce = FusedAllReduce(group, CPU, strategy=Strategy.LIBRARY, library_group=library)
+    x = [torch.randn(5, 64, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(group.size)]
+    weight = torch.ones(64).bfloat16()
+    ours = reduce(x[group.rank], FusedOp.RMS_NORM, weight=weight, eps=EPS)
+    assert reduce.strategy_for(x[0]) is Strategy.LIBRARY and ours.normed is not None
+    torch.testing.assert_close(ours.total, ordered_sum(x), atol=0.05, rtol=0.02)
+
+
+ALONE = SingleCollectives()
+
+
+def test_without_peer_memory_every_size_is_gathered() -> None:
+    reduce = FusedAllReduce(ALONE, CPU)
+    assert {reduce.strategy_for(torch.zeros(rows, 64).bfloat16()) for rows in (0, 1, 5000)} == {Strategy.GATHER}
+    reduce.close()
+
+
+@pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])
+def test_a_strategy_that_needs_peer_memory_is_refused_without_it(strategy: Strategy) -> None:
+    with pytest.raises(UsageError, match=f"{strategy.value} needs peer memory"):
+        FusedAllReduce(ALONE, CPU, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("fused_op", "residual", "weight"),
+    [
+        (FusedOp.NONE, None, torch.ones(64).bfloat16()),
+        (FusedOp.RMS_NORM, None, None),
+        (FusedOp.RESIDUAL_RMS_NORM, None, torch.ones(64).bfloat16()),
+        (FusedOp.RMS_NORM, torch.zeros(2, 64).bfloat16(), torch.ones(64).bfloat16()),
+    ],
+)
+def test_an_op_gets_what_it_takes_and_no_more(
+    fused_op: FusedOp, residual: Tensor | None, weight: Tensor | None
+) -> None:
+    with pytest.raises(ValueError, match=fused_op.name):
+        FusedAllReduce(ALONE, CPU)(torch.zeros(2, 64).bfloat16(), fused_op, residual=residual, weight=weight)
+
+
+def test_ops_have_names_of_their_own() -> None:
+    """Two equal values would be one op under two names."""
+    assert len(FusedOp) == 15 and {op.kind for op in FusedOp} == {"none", "norm", "quant"}
+
+
+# Between two GPUs.
+
+
+@contextmanager
+def opened_room(group: Collectives, world: World, max_tokens: int = 1000, hidden: int = 7168) -> Iterator[PeerRoom]:
+    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
+        pytest.skip("gpu: each rank needs a GPU of its own")
+    room = open_peer_room(group, group.wire.group, max_tokens=max_tokens, row_bytes=2 * hidden, device=world.device)
+    yield room
+    room.close()
+
+
+def _target(world: World) -> Target:
+    return Target(device=world.device, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("strategy", [Strategy.GATHER, Strategy.ONE_SHOT, Strategy.TWO_SHOT])
+def test_strategies_give_the_same_bytes(strategy: Strategy, group: Collectives, world: World) -> None:
+    """All ops, sizes and widths, one after another; and twice above the largest size, where GATHER takes over."""
+    with opened_room(group, world) as room:
+        reduce = FusedAllReduce(group, _target(world), room=room, strategy=strategy)
+        for idx, fused_op in enumerate(FusedOp):
+            hidden = (2048, 6144, 7168)[idx % 3]
+            for num_tokens in (1, 33, 0, 129, 2, 1000, 128, 31):
+                check_op(reduce, 2, world.rank, num_tokens, fused_op, _target(world), hidden)
+        check_op(reduce, 2, world.rank, 1001, FusedOp.RESIDUAL_RMS_NORM, _target(world))
+        check_op(reduce, 2, world.rank, 3, FusedOp.NONE, _target(world), 7176)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_the_library_sums_two_ranks_alike(group: Collectives, world: World) -> None:
+    with opened_room(group, world):
+        assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
+        library: dist.ProcessGroup = group.wire.group
+        reduce = FusedAllReduce(group, _target(world), strategy=Strategy.LIBRARY, library_group=library)
+        x = torch.full((3, 64), 1.5 + world.rank, device=world.device).bfloat16()
+        assert (reduce(x).total == 4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_auto_follows_the_table(group: Collectives, world: World) -> None:
+    name = torch.cuda.get_device_name(world.device)
+    table: Table = {(name, 2, "norm", HIDDEN): ((4, Strategy.TWO_SHOT), (9, Strategy.GATHER), (20, Strategy.ONE_SHOT))}
+    with opened_room(group, world) as room:
+        reduce = FusedAllReduce(group, _target(world), room=room, table=table)
+        chosen = {
+            rows: reduce.strategy_for(torch.zeros(rows, HIDDEN, device=world.device).bfloat16(), FusedOp.RMS_NORM)
+            for rows in (1, 9, 20, 1000)
+        }
+        after = {20: Strategy.ONE_SHOT, 1000: Strategy.ONE_SHOT}
+        assert chosen == {1: Strategy.TWO_SHOT, 9: Strategy.GATHER} | after
+        for rows in (*chosen, 1001):
+            check_op(reduce, 2, world.rank, rows, FusedOp.RMS_NORM, _target(world))
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])
+def test_ten_thousand_calls_with_late_ranks(strategy: Strategy, group: Collectives, world: World) -> None:
+    """In graphs of several sizes and eager ones between, a rank's host or device now and then late."""
+    device, rank = world.device, world.rank
+    with opened_room(group, world) as room:
+        reduce = FusedAllReduce(group, _target(world), room=room, strategy=strategy)
+        sizes = (1, 64, 3, 200)
+        parts = {rows: _parts(2, rows, _target(world), seed=rows) for rows in sizes}
+        expected = {rows: ordered_sum(parts[rows]) for rows in sizes}
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+        def call(rows: int) -> None:
+            total = reduce(parts[rows][rank]).total
+            wrong.add_(((total != expected[rows]) & ~(total.isnan() & expected[rows].isnan())).sum())
+
+        def graph_of(rows: int) -> torch.cuda.CUDAGraph:
+            call(rows)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(16):
+                    call(rows)
+            return graph
+
+        graphs = {rows: graph_of(rows) for rows in sizes}
+        for turn in range(600):
+            if turn % 100 == 50 * rank:
+                time.sleep(0.002)
+            if turn % 100 == 25 + 50 * rank:
+                torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+            graphs[sizes[turn * 7 // 3 % 4]].replay()
+            call(sizes[turn % 4])
+        assert wrong.item() == 0

@@ -1,0 +1,52 @@
+"""The measured choice between strategies, and the choice where nothing was measured."""
+
+import pytest
+
+from dist_infer.comm.all_reduce_table import TABLE, Strategy, Table, default_strategy, look_up
+
+MADE_UP: Table = {("gpu", 4, "norm", 7168): ((8, Strategy.ONE_SHOT), (128, Strategy.TWO_SHOT), (512, Strategy.GATHER))}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chosen"),
+    [
+        (1, Strategy.ONE_SHOT),
+        (8, Strategy.ONE_SHOT),
+        (9, Strategy.TWO_SHOT),
+        (128, Strategy.TWO_SHOT),
+        (512, Strategy.GATHER),
+        (9999, Strategy.GATHER),
+    ],
+)
+def test_the_first_limit_that_holds_decides(num_tokens: int, chosen: Strategy) -> None:
+    found = look_up(device="gpu", num_ranks=4, op="norm", hidden=7168, num_tokens=num_tokens, table=MADE_UP)
+    assert found is chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "op", "hidden"),
+    [("cpu", 4, "norm", 7168), ("gpu", 2, "norm", 7168), ("gpu", 4, "none", 7168), ("gpu", 4, "norm", 6144)],
+)
+def test_what_was_not_measured_has_no_entry(device: str, num_ranks: int, op: str, hidden: int) -> None:
+    assert look_up(device=device, num_ranks=num_ranks, op=op, hidden=hidden, num_tokens=1, table=MADE_UP) is None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_bytes", "chosen"),
+    [
+        (2, 1 << 30, Strategy.ONE_SHOT),
+        (3, 1 << 19, Strategy.ONE_SHOT),
+        (3, (1 << 19) + 1, Strategy.TWO_SHOT),
+        (8, 14336 * 10, Strategy.ONE_SHOT),
+        (8, 14336 * 11, Strategy.TWO_SHOT),
+    ],
+)
+def test_default(num_ranks: int, num_bytes: int, chosen: Strategy) -> None:
+    assert default_strategy(num_ranks=num_ranks, num_bytes=num_bytes) is chosen
+
+
+def test_the_table_holds_rising_limits_and_strategies_of_one_class() -> None:
+    for (_, num_ranks, op, hidden), steps in TABLE.items():
+        limits = [limit for limit, _ in steps]
+        assert limits == sorted(set(limits)) and num_ranks > 1 and hidden > 0 and op in ("none", "norm", "quant")
+        assert {strategy for _, strategy in steps} <= {Strategy.GATHER, Strategy.ONE_SHOT, Strategy.TWO_SHOT}

@@ -1,0 +1,87 @@
+"""Collectives through peer memory: the group itself where there is none, its bytes where there is."""
+
+import logging
+
+import pytest
+import torch
+
+from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives
+from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collectives
+from dist_infer.comm.wire import NcclWire
+from dist_infer.kernels.dispatch import Target
+from dist_infer.launch.world import World
+
+
+@pytest.fixture(scope="module")
+def group(world: World) -> Collectives:
+    """All ranks on one axis."""
+    return world.communicators(Mesh.create(world=world.size, rank=world.rank)).world
+
+
+@pytest.mark.ranks(2)
+def test_without_peer_memory_it_is_the_group_and_the_log_says_why(
+    group: Collectives, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        assert open_peer_collectives(group, target, max_tokens=8, hidden=64) is group
+    assert ("not GPUs of their own" in caplog.text) == (world.rank == 0)
+
+
+def test_one_rank_needs_none(caplog: pytest.LogCaptureFixture) -> None:
+    alone = SingleCollectives()
+    target = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert open_peer_collectives(alone, target, max_tokens=8, hidden=64) is alone and not caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_all_collectives_give_the_bytes_of_the_group(group: Collectives, world: World) -> None:
+    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
+        pytest.skip("gpu: each rank needs a GPU of its own")
+    target = Target(device=world.device, dtype=torch.bfloat16)
+    ours = open_peer_collectives(group, target, max_tokens=64, hidden=512)
+    assert isinstance(ours, PeerCollectives) and ours.rank == world.rank and ours.size == 2
+    for shape in ((5, 512), (0, 512), (64, 512), (65, 512), (3, 4, 64), (7,), (512,), ()):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = torch.randn(shape, device=world.device, dtype=torch.float64).to(dtype)
+            assert torch.equal(ours.all_reduce(x), group.all_reduce(x))
+    x = torch.arange(8.0, device=world.device).view(4, 2) + world.rank
+    assert torch.equal(ours.all_gather(x), group.all_gather(x))
+    assert torch.equal(ours.reduce_scatter(x), group.reduce_scatter(x))
+    assert torch.equal(ours.broadcast(x, 1), group.broadcast(x, 1))
+    assert torch.equal(ours.all_to_all(x, [2, 2], [2, 2]), group.all_to_all(x, [2, 2], [2, 2]))
+    ours.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_a_graph_holds_all_collectives(group: Collectives, world: World) -> None:
+    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
+        pytest.skip("gpu: each rank needs a GPU of its own")
+    target = Target(device=world.device, dtype=torch.bfloat16)
+    ours = open_peer_collectives(group, target, max_tokens=64, hidden=512)
+    assert isinstance(ours, PeerCollectives) and ours.capturable
+    x = torch.zeros(4, 512, device=world.device).bfloat16()
+
+    def calls() -> list[torch.Tensor]:
+        return [
+            ours.all_reduce(x),
+            ours.all_gather(x),
+            ours.reduce_scatter(x),
+            ours.broadcast(x, 1),
+            ours.all_to_all(x, [2, 2], [2, 2]),
+            ours.all_reduce(x.float()),
+        ]
+
+    calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls()
+    for turn in range(3):
+        x.copy_(torch.randn(4, 512, device=world.device) + turn)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, calls(), strict=True))
+    ours.close()

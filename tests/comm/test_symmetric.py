@@ -1,0 +1,83 @@
+"""Peer memory: refused alike on all ranks, mapped on two GPUs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_infer.comm.collectives import Collectives, TorchCollectives
+from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.symmetric import NoPeerMemoryError, _attempt, _vote, open_peer_memory
+from dist_infer.comm.wire import NcclWire
+from dist_infer.launch.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def group(world: World) -> Collectives:
+    """All ranks on one axis."""
+    return world.communicators(Mesh.create(world=world.size, rank=world.rank)).world
+
+
+def _nothing(memory: Tensor) -> None:
+    raise AssertionError("there is no memory to prepare")
+
+
+def _fill(memory: Tensor) -> None:
+    memory.fill_(7)
+
+
+@pytest.mark.ranks(2)
+def test_cpu_ranks_have_none(group: Collectives) -> None:
+    with pytest.raises(NoPeerMemoryError, match="rank 0 of the group: peer memory is for GPUs, not cpu"):
+        open_peer_memory(group, None, num_bytes=64, device=CPU, prepare=_nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+def test_what_fails_on_one_rank_fails_on_all_with_its_reason(group: Collectives) -> None:
+    def action() -> int:
+        if group.rank == 1:
+            raise RuntimeError("no more handles")
+        return group.rank
+
+    with pytest.raises(NoPeerMemoryError, match="rank 1 of the group: RuntimeError: no more handles"):
+        _attempt(group, CPU, action)
+    assert _attempt(group, CPU, lambda: group.rank) == group.rank
+
+
+@pytest.mark.ranks(2)
+def test_what_must_agree_is_compared(group: Collectives) -> None:
+    with pytest.raises(NoPeerMemoryError, match="rank 1 of the group has host b, rank 0 host a"):
+        _vote(group, CPU, None, agreeing="host b" if group.rank == 1 else "host a")
+    _vote(group, CPU, None, agreeing="host a")
+
+
+@pytest.mark.ranks(2)
+def test_a_long_reason_is_cut(group: Collectives) -> None:
+    with pytest.raises(NoPeerMemoryError, match="x{100}"):
+        _vote(group, CPU, "x" * 9999)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_peers_write_into_each_others_pieces(group: Collectives, world: World) -> None:
+    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
+        pytest.skip("gpu: each rank needs a GPU of its own")
+    memory = open_peer_memory(group, group.wire.group, num_bytes=1024, device=world.device, prepare=_fill)
+    assert memory.table[world.rank] == memory.memory.data_ptr() and (memory.memory == 7).all()
+    assert len(set(memory.table.tolist())) == 2
+    memory.enter_stream()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        memory.enter_stream()
+    memory.close()
+    memory.close()
+    with pytest.raises(ValueError, match="closed"):
+        memory.enter_stream()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+def test_none_is_opened_while_a_graph_is_captured(group: Collectives, world: World) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(ValueError, match="captured"):
+        open_peer_memory(group, None, num_bytes=64, device=world.device, prepare=_nothing)  # type: ignore[arg-type]
