@@ -70,6 +70,14 @@ def bench(
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="COUNT", help="Requests before the measured ones, not counted.")
     ] = 2,
+    uniform_routing: Annotated[
+        bool,
+        typer.Option(
+            "--uniform-routing",
+            help="Each token goes to experts in turn, not to those that the router prefers: for dummy weights, whose "
+            "router prefers a few.",
+        ),
+    ] = False,
     result: Annotated[
         str | None, typer.Option("--result", metavar="FILE", help="All figures as JSON, in the form of run --summary.")
     ] = None,
@@ -118,6 +126,7 @@ def bench(
         request_rate=request_rate,
         max_inflight=max_inflight,
         warmup=warmup,
+        uniform_routing=uniform_routing,
         result=result,
     )
     environment = Environment.read(os.environ)

@@ -29,6 +29,7 @@ class BenchOptions(EngineOptions):
     request_rate: float | None = None  # a second; None: all at once
     max_inflight: int | None = None
     warmup: int = 2  # requests
+    uniform_routing: bool = False
     result: str | None = None  # a path
 
     def __post_init__(self) -> None:

@@ -49,8 +49,9 @@ def _bench(options: BenchOptions, environment: Environment, world: World) -> int
 def _measure(options: BenchOptions, environment: Environment, world: World, summary: RunSummary) -> int:
     seed = agree_on_options(options, world, seed=options.seed)
     plan = plan_model(options, environment, world)
+    stage(world, "check the routing", lambda: _check_routing(options, plan))
     summary.mark("open")
-    shard = load_model(options, plan, world, dummy_seed=seed)
+    shard = load_model(options, plan, world, dummy_seed=seed, uniform_routing=options.uniform_routing)
     summary.mark("load")
     config = agree_on_limits(options, plan, shard, world)
     runner = make_step_runner(options, plan, shard, config, world)
@@ -61,6 +62,11 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
     summary.facts |= describe_job(plan, config, seed)
     summary.job = job
     return serve(world, plan, config, runner, summary, frontend=job, max_inflight=options.max_inflight)
+
+
+def _check_routing(options: BenchOptions, plan: ShardPlan) -> None:
+    if options.uniform_routing and plan.config.moe is None:
+        raise UsageError("--uniform-routing is for models with experts, this one has none; leave it out")
 
 
 def _make_job(options: BenchOptions, plan: ShardPlan, config: SchedulerConfig, summary: RunSummary) -> BenchJob:
@@ -122,6 +128,7 @@ def _describe(options: BenchOptions, requests: Sequence[Request]) -> dict[str, o
         "requests": len(requests),
         "warmup_requests": options.warmup,
         "request_rate": options.request_rate,
+        "uniform_routing": options.uniform_routing,
         "input_tokens": _spread(input_lens),
         "output_tokens_at_most": _spread(output_lens),
     }

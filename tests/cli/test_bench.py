@@ -28,7 +28,7 @@ def test_every_option_arrives(jobs: list[BenchOptions]) -> None:
     command = (
         "bench --num-prompts 3 --input-len 4 --output-len 5 --range-ratio 0.25 --prefix-len 6 --request-rate 1.5 "
         "--max-inflight 7 --warmup 0 --result r.json --model folder --load-format dummy --tp 2 --no-prefix-cache "
-        "--seed 8 --max-num-seqs 9"
+        "--seed 8 --max-num-seqs 9 --uniform-routing"
     )
     assert main(command.split()) == 75
     assert jobs == [
@@ -48,6 +48,7 @@ def test_every_option_arrives(jobs: list[BenchOptions]) -> None:
             prefix_cache=False,
             seed=8,
             max_num_seqs=9,
+            uniform_routing=True,
         )
     ]
 

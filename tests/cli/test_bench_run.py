@@ -43,6 +43,7 @@ def test_random_prompts_in_two_groups(model: Path, tmp_path: Path) -> None:
     assert "5 of 5" in shown and "time to first token" in shown
     fields = json.loads(result.read_text())
     assert fields["tokens"] == {"prompt": 100, "output": 35}, "without the warm-up"
+    assert fields["bench"]["uniform_routing"] is False
     assert fields["bench"]["input_tokens"] == {"mean": 20, "min": 20, "max": 20}
     assert fields["latency_s"]["first_token_from_submission"]["count"] == 5
     assert fields["latency_s"]["between_tokens"]["count"] == 30
@@ -70,7 +71,22 @@ def test_lines_of_a_file_alone(model: Path, tmp_path: Path) -> None:
     assert (rows["requests"], rows["output tokens"]) == ("3 of 3", "15")
 
 
-def test_prompts_that_do_not_fit_are_wrong_usage(model: Path) -> None:
-    finished = alone(["--input-len", "600", "--model", str(model), "--load-format", "dummy"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--input-len", "600"], "--input-len and --output-len: the prompt has 600 tokens"),
+        (["--uniform-routing"], "--uniform-routing is for models with experts"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_wrong_usage(model: Path, words: list[str], message: str) -> None:
+    finished = alone([*words, "--model", str(model), "--load-format", "dummy"])
     assert finished.returncode == ExitCode.USAGE, finished.stderr
-    assert "--input-len and --output-len: the prompt has 600 tokens" in finished.stderr
+    assert message in finished.stderr
+
+
+def test_experts_are_dealt_evenly(tmp_path: Path) -> None:
+    model = pytest.importorskip("tests.tiny_families").make_tiny(tmp_path / "mixtral", "mixtral")
+    sizes = ["--num-prompts", "2", "--input-len", "5", "--output-len", "3", "--uniform-routing"]
+    finished = alone([*sizes, "--model", str(model), "--load-format", "dummy"])
+    assert finished.returncode == ExitCode.DONE, finished.stderr
+    assert "2 of 2" in finished.stdout
