@@ -75,7 +75,7 @@ def nvfp4_codes(x: Tensor, global_scale: Tensor | None, rcp: Reciprocal) -> tupl
     stored = to_e4m3(scale * (blocks.abs().amax(-1) * rcp(6 * one)))
     wide = stored.float()
     multiplier = torch.where(wide == 0, 0.0, rcp(wide * rcp(scale)))
-    return e2m1_codes(blocks * multiplier[..., None]).view(x.shape), stored.view(torch.uint8)
+    return e2m1_codes(blocks, multiplier[..., None]).view(x.shape), stored.view(torch.uint8)
 
 
 def mxfp8_values(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,14 +112,16 @@ def to_e4m3(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0x7F, nearest).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
-def e2m1_codes(x: Tensor) -> Tensor:
-    """Code of the nearest E2M1 value, ties to the even code, at most 6; NaN is +6, as the instruction of later GPUs."""
-    size = x.abs().nan_to_num(nan=6.0).clamp(max=6.0)
+def e2m1_codes(x: Tensor, multiplier: Tensor) -> Tensor:
+    """Code of the E2M1 value nearest to x * multiplier, ties to the even code, at most 6, which a size of NaN is too.
+
+    The sign is that of x: -0 keeps it.
+    """
+    size = (x * multiplier).abs().nan_to_num(nan=6.0).clamp(max=6.0)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     # [0, 2): codes 0 to 4 are halves; [2, 4): 4 to 6 are ones; [4, 6]: 6 and 7 are twos
     code = (size / step).round() + torch.where(size < 2, 0.0, torch.where(size < 4, 2.0, 4.0))
-    sign = torch.where(x.signbit() & ~x.isnan(), 8, 0)
-    return (code.to(torch.uint8) | sign).to(torch.uint8)
+    return code.to(torch.uint8) | torch.where(x.signbit(), 8, 0).to(torch.uint8)
 
 
 def ue8m0_above(x: Tensor) -> Tensor:

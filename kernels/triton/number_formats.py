@@ -17,25 +17,27 @@ _SMALLEST_AMAX = tl.constexpr(1e-10)  # of an FP8 block
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _ZEROED_WORDS = tl.constexpr(1024)  # by one call of zero_invented_rows: eight tiles
 
-# Eight float32 to eight E2M1 codes, the even elements in the low nibbles. With a = min(|x|, 6), which is 6 for NaN, a
-# code is the sum of three roundings to integers, each done by adding 2^23:
-# 4 sat(a / 2) are halves up to 2; 2 sat(a / 2 - 1) ones from 2 to 4; sat(a / 2 - 2) twos from 4 to 6.
-# What has been added before is even wherever the next term isn't 0, so ties still go to the even code.
+# Eight float32 x and a multiplier for each pair to eight E2M1 codes, even elements in the low nibbles. The code of
+# a = |x| m before it is rounded is the least of 2 a, a + 2, a / 2 + 4 and 7: each line is that of one step width.
+# Rounding keeps order, so each is rounded by itself, in the addition of 2^23, which leaves an integer in the low bits;
+# as bits NaN is above all of them, and becomes 7.
 _ONE_CODE = """
-    abs.f32 a, {source};
-    min.f32 a, a, 0f40C00000;
-    mul.rn.sat.f32 s, a, 0f3F000000;
-    fma.rn.f32 {code}, s, 0f40800000, 0f4B000000;
-    fma.rn.sat.f32 s, a, 0f3F000000, 0fBF800000;
-    fma.rn.f32 {code}, s, 0f40000000, {code};
-    fma.rn.sat.f32 s, a, 0f3F000000, 0fC0000000;
-    add.rn.f32 {code}, {code}, s;
-    mov.b32 b{idx}, {code};
+    abs.f32 a, {x};
+    mul.rn.f32 a, a, {multiplier};
+    fma.rn.f32 s, a, 0f40000000, 0f4B000000;
+    add.rn.f32 c, a, 0f4B000002;
+    mov.b32 t0, s;
+    mov.b32 t1, c;
+    min.s32 t0, t0, t1;
+    fma.rn.f32 s, a, 0f3F000000, 0f4B000004;
+    mov.b32 t1, s;
+    min.s32 t0, t0, t1;
+    min.s32 b{idx}, t0, 0x4B000007;
 """
 _PACK_E2M1 = tl.constexpr(
-    "{ .reg .f32 a, s, c; .reg .b32 b<8>, t<8>;"
-    + "".join(_ONE_CODE.format(source=f"${1 + idx}", code="c", idx=idx) for idx in range(8))
-    # b0 to b3 are the even elements' codes, b4 to b7 the odd ones'
+    "{ .reg .f32 a, s, c; .reg .b32 b<8>, t<4>;"
+    # $1 to $4 are the even elements, $5 to $8 the odd ones, $9 to $12 the multipliers of the pairs
+    + "".join(_ONE_CODE.format(x=f"${1 + idx}", multiplier=f"${9 + idx % 4}", idx=idx) for idx in range(8))
     + "".join(f"mad.lo.u32 b{idx}, b{idx + 4}, 16, b{idx};" for idx in range(4))
     + """
     prmt.b32 b0, b0, b1, 0x0040;
@@ -81,31 +83,49 @@ def to_e4m3(x):
 
 
 @triton.jit
-def block_amax(blocks):
-    """The largest |x| of each row of float32 [N, BLOCK]; NaN if one is NaN, whose bits are above infinity's."""
-    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+def _larger_size(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def pack_e2m1(even, odd):
-    """float32 to bytes of two E2M1 codes, nearest, ties to even: `even` in the low nibbles."""
+def block_amax(blocks):
+    """The largest |x| of each row of float32 [N, BLOCK]; NaN if one is NaN."""
     if _INTERPRETED:
-        packed = _e2m1_code(even) | (_e2m1_code(odd) << 4)
+        bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # those of NaN are above infinity's
+        amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    else:
+        amax = tl.reduce(blocks, 1, _larger_size)
+    return amax
+
+
+@triton.jit
+def pack_e2m1(even, odd, multiplier):
+    """Bytes of the two E2M1 codes nearest to even * multiplier, in the low nibble, and odd * multiplier.
+
+    Ties go to the even code, a size of NaN is 6, the sign is that of x. A multiplier is not negative.
+    """
+    if _INTERPRETED:
+        packed = _e2m1_code(even, multiplier) | (_e2m1_code(odd, multiplier) << 4)
     else:
         packed = tl.inline_asm_elementwise(
-            _PACK_E2M1, "=r,r,r,r,r,r,r,r,r", [even, odd], dtype=tl.uint8, is_pure=True, pack=4
+            _PACK_E2M1,
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [even, odd, multiplier],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
         )
     return packed
 
 
 @triton.jit
-def _e2m1_code(x):
-    size = tl.where(x != x, 6.0, tl.minimum(tl.abs(x), 6.0))
+def _e2m1_code(x, multiplier):
+    product = x * multiplier
+    size = tl.where(product != product, 6.0, tl.minimum(tl.abs(product), 6.0))
     step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
     rounded = (size / step + 8388608.0) - 8388608.0  # 2^23: to an integer, ties to even
     code = rounded + tl.where(size < 2, 0.0, tl.where(size < 4, 2.0, 4.0))
-    sign = tl.where(x != x, 0, (x.to(tl.int32, bitcast=True) >> 28) & 8)
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return (code.to(tl.int32) | sign).to(tl.uint8)
 
 
@@ -116,8 +136,11 @@ def encode_nvfp4(blocks, global_scale, NUM_BLOCKS: tl.constexpr):
     stored = to_e4m3(global_scale * (block_amax(wide) * _SIXTH))
     scale = stored.to(tl.float32)
     multiplier = tl.where(scale == 0, 0.0, reciprocal(scale * reciprocal(global_scale)))
-    even, odd = tl.split(tl.reshape(wide * multiplier[:, None], (NUM_BLOCKS, 8, 2)))
-    return pack_e2m1(even, odd), stored.to(tl.uint8, bitcast=True)
+    pairs = tl.reshape(wide, (NUM_BLOCKS, 8, 2))
+    even, odd = tl.split(pairs)
+    _, multipliers = tl.broadcast(pairs, multiplier[:, None, None])  # split as the values are: nothing changes threads
+    multipliers, _ = tl.split(multipliers)
+    return pack_e2m1(even, odd, multipliers), stored.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -162,6 +185,28 @@ def scale_offset(row, block, blocks_per_row, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def encode(blocks, scale, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """Data and scales of blocks [N, block_len]; `scale` points at the global scale of NVFP4."""
+    BLOCK: tl.constexpr = block_len(FORMAT)
+    if BLOCK == 16:
+        global_scale = 1.0 if scale is None else tl.load(scale)
+        encoded, stored = encode_nvfp4(blocks, global_scale, NUM_BLOCKS)
+    elif BLOCK == 32:
+        encoded, stored = encode_mxfp8(blocks)
+    else:
+        encoded, stored = encode_fp8_blocks(blocks)
+    return encoded, stored
+
+
+@triton.jit
+def store_data(encoded, at, is_real, data, FORMAT: tl.constexpr):
+    """Store what `encode` made as the blocks number `at` [N] of the matrix."""
+    BLOCK_BYTES: tl.constexpr = 8 if block_len(FORMAT) == 16 else block_len(FORMAT)
+    byte = tl.arange(0, BLOCK_BYTES)[None, :]
+    tl.store(data + at[:, None] * BLOCK_BYTES + byte, encoded, mask=is_real[:, None])
+
+
+@triton.jit
 def store_blocks(
     blocks,
     row,
@@ -178,19 +223,9 @@ def store_blocks(
 
     Not for "fp8", which has no blocks. `row` is int64 where data has 2^31 elements or more.
     """
-    BLOCK: tl.constexpr = block_len(FORMAT)
-    BLOCK_BYTES: tl.constexpr = 8 if BLOCK == 16 else BLOCK
-    if BLOCK == 16:
-        global_scale = 1.0 if scale is None else tl.load(scale)
-        encoded, stored = encode_nvfp4(blocks, global_scale, NUM_BLOCKS)
-    elif BLOCK == 32:
-        encoded, stored = encode_mxfp8(blocks)
-    else:
-        encoded, stored = encode_fp8_blocks(blocks)
-    BLOCKS_PER_ROW: tl.constexpr = WIDTH // BLOCK
-    at = row * BLOCKS_PER_ROW + block
-    byte = tl.arange(0, BLOCK_BYTES)[None, :]
-    tl.store(data + at[:, None] * BLOCK_BYTES + byte, encoded, mask=is_real[:, None])
+    BLOCKS_PER_ROW: tl.constexpr = WIDTH // block_len(FORMAT)
+    encoded, stored = encode(blocks, scale, FORMAT, NUM_BLOCKS)
+    store_data(encoded, row * BLOCKS_PER_ROW + block, is_real, data, FORMAT)
     tl.store(scales + scale_offset(row, block, BLOCKS_PER_ROW, FORMAT), stored, mask=is_real)
 
 
@@ -229,6 +264,53 @@ def zero_invented_rows(scales, num_rows, program, WIDTH: tl.constexpr, FORMAT: t
     row = row_tile * 128 + word % 128 // 4 + word % 4 * 32
     words = scales.to(tl.pointer_type(tl.int32)) + (row_tile * TILES + tile) * 128 + word % 128
     tl.store(words, tl.zeros((_ZEROED_WORDS,), tl.int32), mask=(row >= num_rows) & (tile < TILES))
+
+
+# Four bytes of two E2M1 codes to four pairs of bfloat16, the low nibble's in the low half. The nibbles of a word select
+# from eight bytes: from the high bytes of the values 0 to 6, then from the low ones. A selector with its upper bit set
+# spreads the sign of the byte instead, which of 0x80 makes 0xFF: that bit is the sign.
+_FOUR_CODES = """
+    prmt.b32 h, 0x3F3F3F00, 0x40404040, m;
+    prmt.b32 l, 0xC0800000, 0xC0804000, m;
+    prmt.b32 s, 0x80808080, 0x80808080, {nibbles};
+    shl.b32 s, s, 1;
+    lop3.b32 h, s, 0x80808080, h, 0xEA;
+    prmt.b32 {low}, l, h, 0x5140;
+    prmt.b32 {high}, l, h, 0x7362;
+"""
+_SPREAD_E2M1 = tl.constexpr(
+    "{ .reg .b32 m, h, l, s, u; and.b32 m, $4, 0x77777777;"
+    + _FOUR_CODES.format(nibbles="$4", low="$0", high="$1")
+    + "shr.u32 m, m, 16; shr.u32 u, $4, 16;"
+    + _FOUR_CODES.format(nibbles="u", low="$2", high="$3")
+    + "}"
+)
+
+
+@triton.jit
+def decode_e2m1(codes):
+    """Bytes of two E2M1 codes to their values in bfloat16: (those of the low nibbles, those of the high ones)."""
+    if _INTERPRETED:
+        low, high = _e2m1_value(codes & 15), _e2m1_value(codes >> 4)
+    else:
+        pairs = tl.inline_asm_elementwise(_SPREAD_E2M1, "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4)
+        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _e2m1_value(code):
+    field = (code & 7).to(tl.float32)
+    size = tl.where(field < 4, field * 0.5, tl.where(field < 6, field - 2, 2 * field - 8))
+    return tl.where(code >= 8, -size, size).to(tl.bfloat16)
+
+
+@triton.jit
+def ue8m0_value(scale_bytes):
+    """2^(b - 127) in float32."""
+    bits = scale_bytes.to(tl.int32)
+    return tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
 
 
 def num_zeroing_programs(rows: int, blocks: int, *, swizzled: bool) -> int:

@@ -78,7 +78,7 @@ def test_triton_gives_the_bytes_of_the_reference(device: str, quant_format: Quan
     cases = [normal(rows, 128) for rows in ROWS]
     cases += [normal(3, 128, torch.float16), normal(3, 128, torch.float32), torch.zeros(2, 128).to(BF16)]
     if device == "cuda":
-        cases += [normal(rows, hidden) for rows in (*ROWS, 4096) for hidden in (2048, 6144, 7168)]
+        cases += [normal(rows, 6144) for rows in (*ROWS, 4096)] + [normal(129, 2048), normal(1000, 7168)]
     for x in cases:
         ours = poisoned(quant_format, x.to(device))
         triton_quantize.quantize(x.to(device), ours)
@@ -331,20 +331,37 @@ def test_what_does_not_fit_is_refused(x: Tensor, quant_format: QuantFormat, scal
         quantize(x, quant_format, scale, library=BY_NAME["torch"])
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("quant_format", [QuantFormat.NVFP4, QuantFormat.MXFP8])
+@pytest.mark.parametrize(("rows", "width"), [(129, 640), (3, 1152)])
+def test_tiles_for_many_rows(
+    device: str, quant_format: QuantFormat, rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_quantize, "TILES_FROM", 0)
+    x = normal(rows, width).to(device)
+    ours = poisoned(quant_format, x)
+    triton_quantize.quantize(x, ours)
+    assert same_bytes(ours, expected(quant_format, x))
+
+
 @pytest.mark.parametrize(
-    ("name", "data", "block", "size"),
+    ("kernel", "name", "num_warps"),
     [
-        ("nvfp4", "*u8", 16, triton_quantize.LARGE),
-        ("nvfp4_linear", "*u8", 16, triton_quantize.SMALL),
-        ("mxfp8", "*fp8e4nv", 32, triton_quantize.SMALL),
-        ("fp8_block128", "*fp8e4nv", 128, triton_quantize.LARGE),
+        ("quantize_blocks", "nvfp4_linear", 2),
+        ("quantize_blocks", "fp8_block128", 2),
+        ("quantize_tiles", "nvfp4", 2),
+        ("quantize_tiles", "mxfp8", 8),
     ],
 )
-def test_compiles_for_hopper_with_wide_accesses(name: str, data: str, block: int, size: tuple[int, int]) -> None:
-    scales = "*fp32" if name == "fp8_block128" else "*u8"
-    types = {"x": "*bf16", "data": data, "scales": scales, "num_rows": "i32"}
-    constants = {"WIDTH": 6144, "FORMAT": name, "NUM_BLOCKS": size[0] // block, "scale": None}
-    made = compile_ahead(triton_quantize.quantize_blocks, types, constants, num_warps=size[1])
+def test_compiles_for_hopper_with_wide_accesses(kernel: str, name: str, num_warps: int) -> None:
+    data = "*u8" if name.startswith("nvfp4") else "*fp8e4nv"
+    types = {"x": "*bf16", "data": data, "scales": "*fp32" if name == "fp8_block128" else "*u8", "num_rows": "i32"}
+    constants = {"WIDTH": 6144, "FORMAT": name, "scale": None}
+    if kernel == "quantize_tiles":
+        constants["BLOCKS"] = triton_quantize.TILE_BLOCKS
+    else:
+        constants["NUM_BLOCKS"] = triton_quantize.ELEMENTS // (16 if data == "*u8" else 128)
+    made = compile_ahead(getattr(triton_quantize, kernel), types, constants, num_warps=num_warps)
     assert "LDG.E.128" in made.asm["sass"] and made.spilled_bytes == 0
     assert ("STG.E.64" if data == "*u8" else "STG.E.128") in made.asm["sass"]
 
