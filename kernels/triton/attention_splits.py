@@ -59,7 +59,7 @@ class SplitResults:
         num_seqs, num_heads, num_splits, value_dim = self.total.shape
         if num_splits == 0:
             return
-        splits_block = max(16, triton.next_power_of_2(num_splits))
+        splits_block = 32 if num_splits <= 32 else MAX_SPLITS  # few variants to compile
         _merge_kernel[(num_heads, num_seqs)](
             self.total,
             self.largest,

@@ -14,7 +14,7 @@ from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_a
 from dist_infer.kernels.reference import mla_attention as reference
 from tests.kernels.aot import compile_ahead
 from tests.kernels.captured import captured
-from tests.kernels.library_runs import library_runs
+from tests.kernels.library_runs import library_runs, named
 from tests.yardstick import check_error
 
 N, L = 3, 12  # heads and latent channels
@@ -127,7 +127,7 @@ def test_against_expanded_keys(library: Library[PlanFunction], device: str, dtyp
     check_error(out, dense(case, torch.float64), dense(case, dtype))
 
 
-@library_runs(LIBRARIES[:1], [torch.float32, torch.bfloat16])
+@library_runs(LIBRARIES, [torch.float32, torch.bfloat16], names=["triton"])
 @pytest.mark.parametrize("heads", [20])
 def test_decodes_follow_the_lengths_on_the_device(
     library: Library[PlanFunction], device: str, dtype: torch.dtype, heads: int
@@ -165,10 +165,10 @@ def test_histories(history: int, new: int, dtype: torch.dtype, heads: int) -> No
     geometry = Geometry(heads=heads, plain=128, rotated=64, value=128, latent=512, block_size=16)
     case = make_case(lens, dtype, "cuda", geometry)
     case.q *= 0.2
-    check_error(attend(case, LIBRARIES[0]), dense(case, torch.float64), dense(case, dtype))
+    check_error(attend(case, named(LIBRARIES, "triton")), dense(case, torch.float64), dense(case, dtype))
 
 
-@library_runs(LIBRARIES)
+@library_runs(LIBRARIES, names=["triton"])
 def test_parts_of_sequences_and_heads_change_nothing(
     library: Library[PlanFunction], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
