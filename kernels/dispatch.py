@@ -45,6 +45,19 @@ def on_triton(target: Target) -> str | None:
     return None if find_spec("triton") else "the package triton is missing: pip install triton"
 
 
+def on_cute(target: Target) -> str | None:
+    """`is_available` of a library whose kernels are written in CuTe DSL for sm_90a, with 16-bit numbers."""
+    if target.device.type != "cuda":
+        return f"needs a GPU, not {target.device.type}"
+    if target.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, not {str(target.dtype).removeprefix('torch.')}"
+    missing = [name for name in ("cutlass", "tvm_ffi") if not find_spec(name)]
+    if missing:
+        return f"{missing[0]} is missing: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
+    major, minor = torch.cuda.get_device_capability(target.device)
+    return None if (major, minor) == (9, 0) else f"needs compute capability 9.0, not {major}.{minor}"
+
+
 def deferred(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported at the first call, because a package that it needs may be missing."""
 

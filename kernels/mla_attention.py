@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
 from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,23 @@ class PlanFunction(Protocol):
         ...
 
 
+def _on_latents_of_deepseek(target: Target) -> str | None:
+    geometry = target.geometry
+    sizes = geometry.get("kv_lora_rank"), geometry.get("rope_dim")
+    if sizes != (512, 64):
+        return f"takes latents of 512 and rotated keys of 64, not {sizes[0]} and {sizes[1]}"
+    if geometry.get("heads", 0) > 128:
+        return f"takes up to 128 heads, not {geometry['heads']}"
+    return on_cute(target)
+
+
 LIBRARIES: tuple[Library[PlanFunction], ...] = (
+    Library(
+        name="cute",
+        function=deferred("dist_infer.kernels.cute.mla_attention", "plan_mla_attention"),
+        is_available=_on_latents_of_deepseek,
+        graph_safe=True,
+    ),
     Library(
         name="triton",
         function=deferred("dist_infer.kernels.triton.mla_attention", "plan_mla_attention"),

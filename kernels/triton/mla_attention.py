@@ -6,6 +6,7 @@ former are gathered into a step of their own.
 
 import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,14 @@ from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.triton.mla_absorbed import attend_absorbed
 from dist_infer.kernels.triton.mla_expanded import attend_expanded, plan_expanded
 
+# (step, q, cache, kv_b, scale, out): fills `out` for a step in which each sequence has one query
+AttendAbsorbed: TypeAlias = Callable[[PagedStep, Tensor, Tensor, Tensor, float, Tensor], None]
+
 
 def plan_mla_attention(
-    step: PagedStep, *, kv_lora_rank: int, scale: float
+    step: PagedStep, *, kv_lora_rank: int, scale: float, absorbed: AttendAbsorbed = attend_absorbed
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """See `dist_infer.kernels.mla_attention.plan_mla_attention`."""
+    """See `dist_infer.kernels.mla_attention.plan_mla_attention`. `absorbed` serves sequences with one query."""
     query_lens = np.diff(step.host_query_start)
     singles = np.flatnonzero(query_lens == 1)
     whole = len(singles) == step.num_seqs
@@ -36,10 +40,10 @@ def plan_mla_attention(
         for part in parts_of(q.dtype == torch.float32):
             attend_expanded(step, part, q, cache, kv_b, scale, out)
         if rows is None:
-            attend_absorbed(single_step, q, cache, kv_b, scale, out)
+            absorbed(single_step, q, cache, kv_b, scale, out)
         elif len(rows):
             single_out = torch.empty(len(rows), *out.shape[1:], dtype=q.dtype, device=q.device)
-            attend_absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out)
+            absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out)
             out.index_copy_(0, rows, single_out)
         return out
 

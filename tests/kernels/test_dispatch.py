@@ -8,7 +8,7 @@ import torch
 
 import dist_infer.kernels
 from dist_infer.errors import UsageError
-from dist_infer.kernels.dispatch import Library, Sizes, Target, deferred, on_triton, order_libraries, resolve
+from dist_infer.kernels.dispatch import Library, Sizes, Target, deferred, on_cute, on_triton, order_libraries, resolve
 
 CPU = Target(device=torch.device("cpu"), dtype=torch.float32, geometry={"head_dim": 64})
 
@@ -119,3 +119,26 @@ def test_triton_runs_on_a_gpu_where_it_is_installed(monkeypatch: pytest.MonkeyPa
     assert on_triton(target) is None
     monkeypatch.setattr("dist_infer.kernels.dispatch.find_spec", lambda name: None)
     assert on_triton(target) == "the package triton is missing: pip install triton"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        ("cpu", torch.bfloat16, "needs a GPU, not cpu"),
+        ("cuda", torch.float32, "takes bfloat16 and float16, not float32"),
+    ],
+)
+def test_cute_says_why_it_stays_away(device: str, dtype: torch.dtype, reason: str) -> None:
+    assert on_cute(Target(device=torch.device(device), dtype=dtype)) == reason
+
+
+def test_cute_runs_on_hopper_where_its_packages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16)
+    found = {"cutlass", "tvm_ffi"}
+    monkeypatch.setattr("dist_infer.kernels.dispatch.find_spec", lambda name: name in found or None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert on_cute(target) is None
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+    assert on_cute(target) == "needs compute capability 9.0, not 10.0"
+    found.remove("tvm_ffi")
+    assert on_cute(target) == "tvm_ffi is missing: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"

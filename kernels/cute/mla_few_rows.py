@@ -1,0 +1,301 @@
+"""Latent decode of up to 32 query rows by two warpgroups that take alternate tiles.
+
+The products are transposed: S^T = K Q^T has the 64 tokens of a tile in the rows of the matrix instruction and the query
+rows in its columns, as few as 8, and O^T = V^T P^T reads the same tile as a transposed operand. Each warpgroup keeps
+maxima, sums and all 512 dims of its own; the two become one when their part of a sequence ends.
+
+A thread holds the instruction's rows row0 and row0 + 8 and its columns col0 + i + 8 j; value v = i + 2 h + 4 j of a
+fragment stands in row row0 + 8 h and column col0 + i + 8 j. "Column c" below counts the thread's own: c = i + 2 j.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, keys_seen, normalise
+from dist_infer.kernels.cute.mla_tiles import (
+    BLOCK,
+    NUM_LATENT_BLOCKS,
+    TILE,
+    WIDTH,
+    clear_latents,
+    describe_parts,
+    part_slot,
+    tiles_of,
+    wrapped,
+)
+
+SLOT_BLOCKS = 3  # a slot of the ring holds 192 columns of a tile
+SLOT_COLUMNS = SLOT_BLOCKS * BLOCK
+SLOTS_OF_TILE = WIDTH // SLOT_COLUMNS
+_PAIR_BARRIER = 3
+_HALF = NUM_LATENT_BLOCKS // 2
+
+
+def score_mma(dtype, rows):
+    """S^T = K Q^T."""
+    return _make_mma(dtype, rows, OperandMajorMode.K)
+
+
+def value_mma(dtype, rows):
+    """O^T = V^T P^T, 64 dims at a time."""
+    return _make_mma(dtype, rows, OperandMajorMode.MN)
+
+
+def _make_mma(dtype, rows, a_major):
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (TILE, rows, 16), warpgroup.OperandSource.SMEM, a_major, OperandMajorMode.K
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
+
+
+@cute.jit
+def attend_few_rows(
+    num_rows: cutlass.Constexpr,
+    num_slots: cutlass.Constexpr,
+    keys: cute.Tensor,  # [token, column, slot]
+    values: cute.Tensor,  # the same memory as [dim, token, block]
+    queries: cute.Tensor,  # [row, column]
+    probabilities: cute.Tensor,  # [row, token, warpgroup]
+    maxima: cute.Tensor,  # [warpgroup, parity, warp, row]
+    stats: cute.Tensor,  # [warpgroup, sum of each warp and then the maximum, row]
+    exchange: cute.Tensor,  # [thread, value, warpgroup], on the queries' memory
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    q_full: cute.Pointer,
+    q_empty: cute.Pointer,
+    kv_lens: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    part_out: cute.Tensor,
+    part_lse: cute.Tensor,
+    parts: cute.Tensor,
+    rows: Int32,
+    heads: Int32,
+    scale: Float32,
+    first: Int32,
+    end: Int32,
+    seq: Int32,
+    before: Int32,
+    chunk: Int32,
+    worker: Int32,
+) -> None:
+    """What the consumer warpgroups do with a worker's tiles [first, end), of which the first is of sequence `seq`."""
+    thread_of_cta, _, _ = cute.arch.thread_idx()
+    thread = thread_of_cta % 128
+    group = cute.arch.make_warp_uniform(thread_of_cta // 128 - 1)
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    lane = thread % 32
+    row0, col0 = warp * 16 + lane // 4, lane % 4 * 2
+    num_columns = cutlass.const_expr(num_rows // 4)
+    qk, pv = score_mma(keys.element_type, num_rows), value_mma(keys.element_type, num_rows)
+    qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
+    f_k = qk_thread.make_fragment_A(qk_thread.partition_A(keys))
+    f_q = qk_thread.make_fragment_B(qk_thread.partition_B(queries))
+    f_v = pv_thread.make_fragment_A(pv_thread.partition_A(values))
+    f_p = pv_thread.make_fragment_B(pv_thread.partition_B(probabilities))[(None, None, None, group)]
+    scores = qk_thread.make_fragment_C(qk_thread.partition_shape_C((TILE, num_rows)))
+    sums = [pv_thread.make_fragment_C(pv_thread.partition_shape_C((TILE, num_rows))) for _ in range(NUM_LATENT_BLOCKS)]
+    maximum = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    total = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    slot, phase = Int32(0), Int32(0)
+    counter, parity, q_phase = Int32(0), Int32(0), Int32(0)
+    while first < end:
+        tiles = tiles_of(kv_lens, seq)
+        begin = first - before
+        stop = cutlass.min(end - before, tiles)
+        kv_len = kv_lens[seq]
+        maximum.fill(NOTHING)
+        total.fill(0.0)
+        for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
+            sums[block].fill(0.0)
+        cute.arch.mbarrier_wait(q_full, q_phase)
+        q_phase ^= 1
+        tile = begin
+        while tile < stop:
+            if counter % 2 == group:
+                token0 = tile * TILE
+                # S^T = K Q^T
+                warpgroup.fence()
+                at, at_phase = slot, phase
+                for part in cutlass.range_constexpr(SLOTS_OF_TILE):
+                    cute.arch.mbarrier_wait(full + at, at_phase)
+                    for k in cutlass.range_constexpr(SLOT_COLUMNS // 16):
+                        qk.set(warpgroup.Field.ACCUMULATE, part + k > 0)
+                        q_step = f_q[(None, None, part * (SLOT_COLUMNS // 16) + k)]
+                        cute.gemm(qk, scores, f_k[(None, None, k, at)], q_step, scores)
+                    at += 1
+                    if at == num_slots:
+                        at = Int32(0)
+                        at_phase ^= 1
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                _scale_and_mask(num_rows, scores, scale, token0, row0, col0, kv_len, rows, heads)
+                # P^T
+                for c in cutlass.range_constexpr(num_columns):
+                    largest = _largest_of_warp(scores, c)
+                    if lane < 4:
+                        maxima[group, parity, warp, _column(col0, c)] = largest
+                cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+                for c in cutlass.range_constexpr(num_columns):
+                    column = _column(col0, c)
+                    largest = maximum[c]
+                    for other in cutlass.range_constexpr(4):
+                        largest = cute.arch.fmax(largest, maxima[group, parity, other, column])
+                    reference = finite(largest)
+                    factor[c] = exp2(maximum[c] - reference)
+                    maximum[c] = largest
+                    total[c] = total[c] * factor[c]
+                    for h in cutlass.range_constexpr(2):
+                        p = exp2(scores[c % 2 + 2 * h + c // 2 * 4] - reference)
+                        total[c] += p
+                        probabilities[column, row0 + 8 * h, group] = p.to(keys.element_type)
+                parity ^= 1
+                if token0 + TILE > kv_len:
+                    clear_latents(keys, kv_len - token0, slot, num_slots, thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+                _multiply(num_rows, sums, factor)
+                # O^T += V^T P^T
+                warpgroup.fence()
+                pv.set(warpgroup.Field.ACCUMULATE, True)
+                for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
+                    where = wrapped(slot + block // SLOT_BLOCKS, num_slots) * SLOT_BLOCKS + block % SLOT_BLOCKS
+                    for k in cutlass.range_constexpr(TILE // 16):
+                        cute.gemm(pv, sums[block], f_v[(None, None, k, where)], f_p[(None, None, k)], sums[block])
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                for part in cutlass.range_constexpr(SLOTS_OF_TILE):
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + wrapped(slot + part, num_slots))
+            counter += 1
+            slot += SLOTS_OF_TILE
+            if slot >= num_slots:
+                slot -= num_slots
+                phase ^= 1
+            tile += 1
+        # the two warpgroups become one
+        for c in cutlass.range_constexpr(num_columns):
+            summed = total[c]
+            for step in cutlass.range_constexpr(3):
+                summed += cute.arch.shuffle_sync_bfly(summed, 4 << step)
+            if lane < 4:
+                stats[group, warp, _column(col0, c)] = summed
+                if warp == 0:
+                    stats[group, 4, _column(col0, c)] = maximum[c]
+        cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+        whole = begin == 0 and stop == tiles
+        where = part_slot(worker, Int32(1), Int32(0), Int32(0))
+        if begin == 0:
+            where += 1
+            if thread_of_cta == 128:
+                describe_parts(parts, seq, before, tiles, chunk)
+        for c in cutlass.range_constexpr(num_columns):
+            column = _column(col0, c)
+            both = cute.arch.fmax(stats[0, 4, column], stats[1, 4, column])
+            reference = finite(both)
+            summed = Float32(0.0)
+            for g in cutlass.range_constexpr(2):
+                of_group = stats[g, 0, column] + stats[g, 1, column] + stats[g, 2, column] + stats[g, 3, column]
+                summed += of_group * exp2(stats[g, 4, column] - reference)
+            inverse, score = normalise(summed, both)
+            factor[c] = exp2(maximum[c] - reference) * inverse
+            if thread_of_cta < 132 and group == 0 and column < rows:
+                if whole:
+                    lse[seq * rows + column] = score
+                else:
+                    part_lse[where, column] = score
+        _multiply(num_rows, sums, factor)
+        if stop == begin + 1:  # its warpgroup has all
+            if (counter + 1) % 2 == group:
+                for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
+                    for v in cutlass.range_constexpr(num_rows // 2):
+                        column = col0 + v % 2 + v // 4 * 8
+                        dim = block * BLOCK + row0 + v // 2 % 2 * 8
+                        _write(out, part_out, whole, seq, rows, where, column, dim, sums[block][v])
+        else:  # each gives the other half of the dims away
+            for turn in cutlass.range_constexpr(_HALF):
+                for v in cutlass.range_constexpr(num_rows // 2):
+                    given = sums[turn][v]
+                    if group == 0:
+                        given = sums[_HALF + turn][v]
+                    exchange[thread, v, group] = given
+                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+                for v in cutlass.range_constexpr(num_rows // 2):
+                    kept = sums[_HALF + turn][v]
+                    if group == 0:
+                        kept = sums[turn][v]
+                    column = col0 + v % 2 + v // 4 * 8
+                    dim = (turn + _HALF * group) * BLOCK + row0 + v // 2 % 2 * 8
+                    value = kept + exchange[thread, v, 1 - group]
+                    _write(out, part_out, whole, seq, rows, where, column, dim, value)
+                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(q_empty)
+        first = before + stop
+        before += tiles
+        seq += 1
+
+
+@cute.jit
+def _scale_and_mask(
+    num_rows: cutlass.Constexpr,
+    scores: cute.Tensor,
+    scale: Float32,
+    token0: Int32,
+    row0: Int32,
+    col0: Int32,
+    kv_len: Int32,
+    rows: Int32,
+    heads: Int32,
+) -> None:
+    for v in cutlass.range_constexpr(num_rows // 2):
+        scores[v] = scores[v] * scale
+    if token0 + TILE > keys_seen(kv_len, Int32(0), rows, heads):
+        for v in cutlass.range_constexpr(num_rows // 2):
+            token = token0 + row0 + v // 2 % 2 * 8
+            if token >= keys_seen(kv_len, col0 + v % 2 + v // 4 * 8, rows, heads):
+                scores[v] = Float32(NOTHING)
+
+
+@cute.jit
+def _largest_of_warp(scores: cute.Tensor, c: cutlass.Constexpr) -> Float32:
+    """The maximum of the thread's column c over the 16 tokens of its warp."""
+    v = cutlass.const_expr(c % 2 + c // 2 * 4)
+    largest = cute.arch.fmax(scores[v], scores[v + 2])
+    for step in cutlass.range_constexpr(3):
+        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 4 << step))
+    return largest
+
+
+@cute.jit
+def _multiply(num_rows: cutlass.Constexpr, sums, factor: cute.Tensor) -> None:
+    for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
+        for v in cutlass.range_constexpr(num_rows // 2):
+            sums[block][v] = sums[block][v] * factor[v % 2 + v // 4 * 2]
+
+
+@cute.jit
+def _write(
+    out: cute.Tensor,
+    part_out: cute.Tensor,
+    whole: cutlass.Boolean,
+    seq: Int32,
+    rows: Int32,
+    slot: Int32,
+    column: Int32,
+    dim: Int32,
+    value: Float32,
+) -> None:
+    if column < rows:
+        if whole:
+            out[seq * rows + column, dim] = value.to(out.element_type)
+        else:
+            part_out[slot, column, dim] = value
+
+
+def _column(col0, c):
+    return col0 + c % 2 + c // 2 * 8
