@@ -48,7 +48,7 @@ test: $(TEST_STAMP) ## all tests that this machine can run
 
 test-slurm: $(TEST_STAMP) ## the scripts of slurm/ on a throw-away Slurm; installs it where root may (Debian)
 	.ci/install-packages $(SLURM_PACKAGES) $(HOST_PACKAGES)
-	$(VENV)/bin/pytest tests/test_slurm.py
+	$(VENV)/bin/pytest tests/test_slurm.py tests/test_hosts.py
 
 check: $(TEST_STAMP) ## style, types, import contracts
 	$(VENV)/bin/ruff check

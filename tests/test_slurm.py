@@ -19,6 +19,7 @@ SCRIPTS = ROOT / "slurm"
 SMALL = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--time=10")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LIMIT_S = 240.0
+PACKING = "mpirun --bind-to none --oversubscribe --map-by core"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -108,6 +109,8 @@ def jobs(cluster: SlurmCluster, model: Path, tmp_path_factory: pytest.TempPathFa
         "nodes": make("nodes").submit("run-multinode.sbatch"),
         "array": make("array").submit("array.sbatch", "--array=1-2", PARTS="2"),
         "mpirun": make("mpirun").submit("run-multinode.sbatch", LAUNCH="mpirun --bind-to none"),
+        "packed": make("packed").submit("run-multinode.sbatch", LAUNCH=PACKING),
+        "singletons": make("singletons").submit("run.sbatch", LAUNCH="srun --mpi=none"),
     }
 
 
@@ -151,6 +154,21 @@ def test_an_array_answers_each_line_once(jobs: dict[str, Submitted]) -> None:
         assert job.cluster.wait(f"{job.job_id}_{part}", *ENDED, limit_s=LIMIT_S)["JobState"] == "COMPLETED", job.log
     job.assert_whole()
     assert len(job.records("answers-1.jsonl")) == len(job.records("answers-2.jsonl")) == job.count // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("packed", "4 ranks are on one host, but this Slurm job has 2 nodes of 2 tasks"),
+        ("singletons", "srun started 2 tasks without MPI, so each would be a world of one"),
+    ],
+)
+def test_a_launch_that_would_go_wrong_is_refused(jobs: dict[str, Submitted], name: str, says: str) -> None:
+    job = jobs[name]
+    fields = job.ended()
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), job.log
+    assert says in job.log
+    assert not job.records()
 
 
 def hosts_of_ranks(job: Submitted) -> dict[int, str]:

@@ -100,7 +100,7 @@ import time
 from dist_infer.launch import guard
 guard._LAUNCHERS = (guard._name_of(guard.os.getppid()),)
 handle = guard.Guard.start(rank=0, host="h", rank_variable="TEST_RANK", local_size=2)
-time.sleep(2.0)  # for it to see both
+time.sleep(1.5)  # for it to see both
 print("watched", flush=True)
 {then}
 """

@@ -1,10 +1,15 @@
-"""Each check on the surroundings that it is there for, and on those that are right."""
+"""Each check on the surroundings that it is there for, on those that are right, and some for real."""
 
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from dist_infer.errors import UsageError
+from dist_infer.launch import mpirun
 from dist_infer.launch.preflight import CHECKS, LauncherEnv, Surroundings, find_problem, require
 
 OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2\nMPICH ABI: 17"
@@ -125,3 +130,39 @@ def test_ranks_of_a_slurm_job_packed_on_one_node_are_refused() -> None:
 def test_check_names_are_unique() -> None:
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
+
+
+MPICH_FOLDER = Path(sys.prefix) / "mpich"
+DOCTOR = [sys.executable, "-P", "-m", "dist_infer", "doctor"]
+
+
+@pytest.mark.parametrize("launcher", ["MPICH", "Open MPI"])
+def test_an_mpirun_with_the_other_ones_library_is_refused(tmp_path: Path, launcher: str) -> None:
+    """Open MPI's library under MPICH's mpirun would make worlds of one; the reverse would end in MPI_Init."""
+    if not (MPICH_FOLDER / "bin" / "mpirun").exists():
+        pytest.skip("pip: no MPICH in the environment's folder mpich: make test installs it")
+    if mpirun.find_launcher().family != "openmpi":
+        pytest.skip("host: this environment's mpirun is not Open MPI's")
+    env = {"DIST_INFER_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    if launcher == "MPICH":
+        found = mpirun.find_launcher(str(MPICH_FOLDER / "bin" / "mpirun"))
+        says = "MPICH's mpirun (PMI) started this process, but mpi4py loads Open MPI"
+    else:
+        found = mpirun.find_launcher()
+        env["MPI4PY_LIBMPI"] = str(MPICH_FOLDER / "lib" / "libmpi.so.12")
+        says = "Open MPI's mpirun started this process, but mpi4py loads MPICH"
+    launch = mpirun.command(2, DOCTOR, launcher=found, oversubscribe=True, extra_env=env)
+    done = mpirun.run(launch, timeout_s=120, capture=True)
+    assert done.returncode == 2, done.output
+    assert says in done.output and "MPI4PY_LIBMPI" in done.output
+
+
+def test_a_small_shared_memory_is_refused_for_real(tmp_path: Path) -> None:
+    namespace = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
+    if os.geteuid() != 0 or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("root: a mount of its own needs root")
+    env = {"DIST_INFER_CACHE": str(tmp_path / "cache")}
+    launch = mpirun.command(2, DOCTOR, launcher=mpirun.find_launcher(), oversubscribe=True, extra_env=env)
+    done = mpirun.run(mpirun.Command(argv=(*namespace, *launch.argv), env=launch.env), timeout_s=120, capture=True)
+    assert done.returncode == 1, done.output
+    assert "WRONG  shared memory: /dev/shm has 1 MiB free; 2 ranks of one host need 32 MiB" in done.output
