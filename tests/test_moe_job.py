@@ -21,6 +21,8 @@ from dist_infer.launch.world import World
 from dist_infer.types import Request, SamplingParams
 from tests.serving import Served, load, on_rank_0
 
+FAMILIES = ("deepseek-v3", "deepseek-v2-lite", "deepseek-v2", "qwen3-moe", "mixtral", "minimax-m2")
+
 # (family, tp, dp, ep, --moe-max-tokens, --max-num-tokens, depth)
 JOBS: dict[int, list[tuple[str, int, int, int, int | None, int, int]]] = {
     1: [
@@ -115,17 +117,20 @@ def test_jobs_in_every_layout_equal_the_oracle(world: World, shared_folder: Path
 
 @pytest.mark.soak
 @pytest.mark.ranks(1, 2, 3, 4, timeout=3000)
-def test_all_families_layouts_and_chunk_limits_equal_the_oracle(world: World, shared_folder: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layouts_and_chunk_limits_equal_the_oracle(world: World, shared_folder: Path, family: str) -> None:
     """The full product; in `make test` it is pairwise here, and in one process in tests/models/test_decoder.py."""
-    tiny_families = pytest.importorskip("tests.tiny_families")
     divisors = [size for size in range(1, world.size + 1) if world.size % size == 0]
-    for family in tiny_families.CONFIGS:
-        folder = make_folder(world, shared_folder, family)
-        for dp, ep, max_moe_tokens in product(divisors, divisors, (1, 7, 100, None)):
-            served = load(world, folder, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
-            for depth, max_num_tokens, max_num_seqs in product((0, 1), (5, 256), (1, 8)):
-                case = (family, dp, ep, max_moe_tokens, depth, max_num_tokens, max_num_seqs)
-                check_job(served, folder, case, depth=depth, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
+    folder = make_folder(world, shared_folder, family)
+    for dp, ep, max_moe_tokens in product(divisors, divisors, (1, 7, 100, None)):
+        served = load(world, folder, dp=dp, ep=ep, max_moe_tokens=max_moe_tokens)
+        for depth, max_num_tokens, max_num_seqs in product((0, 1), (5, 256), (1, 8)):
+            case = (family, dp, ep, max_moe_tokens, depth, max_num_tokens, max_num_seqs)
+            check_job(served, folder, case, depth=depth, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
+
+
+def test_the_full_product_has_all_families() -> None:
+    assert set(FAMILIES) == set(pytest.importorskip("tests.tiny_families").CONFIGS)
 
 
 @pytest.mark.ranks(2, 4, timeout=100)
