@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024  # columns that a program looks at at a time
-_PROGRAMS = 528  # four for each multiprocessor of an H200
+_PROGRAMS = 1056  # eight for each multiprocessor of an H200
 _MAX_PARTS = 256  # a tile of the second launch
 _KEYS_BLOCK = 128
 
@@ -84,6 +84,11 @@ def _with_noisy_block(score, winner, values, ids, key, heat):
 
 
 @triton.jit
+def _columns(logits, row, column, row_stride, column_stride, inside):
+    return tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0)
+
+
+@triton.jit
 def _best_of_parts(
     logits,
     ids,
@@ -104,10 +109,15 @@ def _best_of_parts(
     """The best of a part of a row; below a cut value, or equal to it right of the last tie, a column never wins."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     score, winner = tl.full([], float("-inf"), tl.float64), tl.full([], _LAST_ID, tl.int64)
-    for start in range(part * part_len, tl.minimum((part + 1) * part_len, num_columns), BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    start, end = part * part_len, tl.minimum((part + 1) * part_len, num_columns)
+    column = start + tl.arange(0, BLOCK)
+    following = _columns(logits, row, column, row_stride, column_stride, column < num_columns)
+    for first in range(start, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
         inside = column < num_columns
-        values = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0)
+        values = following
+        is_next = (column + BLOCK < num_columns) & (first + BLOCK < end)
+        following = _columns(logits, row, column + BLOCK, row_stride, column_stride, is_next)
         if values.dtype != tl.float64:
             values = values.to(tl.float32)
         values = tl.where(inside & (values == values), values, float("-inf"))

@@ -79,8 +79,8 @@ def _units(bins, first, heat, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _candidates(held, end, bins, last_bin, last_count, weight, floor):
-    """Of the columns in some bins (`end` counts them and all before) those that min-p and top-k leave."""
+def _candidates(held, bins, last_bin, last_count, weight, floor):
+    """How many of the columns in some bins min-p and top-k leave."""
     return tl.where(weight >= floor, tl.where(bins < last_bin, held, tl.where(bins == last_bin, last_count, 0)), 0)
 
 
@@ -132,9 +132,10 @@ def _find_cuts(
             while start <= last_bin:
                 bins = start + lane
                 held = tl.load(counts + bins)
-                weight, units = _units(bins, first, heat, DTYPE)
-                left = _candidates(held, held, bins, last_bin, last_count, weight, floor)
-                total += tl.sum(left * units, 0)
+                if tl.max(held, 0) > 0:
+                    weight, units = _units(bins, first, heat, DTYPE)
+                    left = _candidates(held, bins, last_bin, last_count, weight, floor)
+                    total += tl.sum(left * units, 0)
                 start += TILE
             limit = tl.ceil(share * total.to(tl.float64)).to(tl.int64)
 
@@ -145,25 +146,26 @@ def _find_cuts(
         while (cut_bin == 65536) & (start < _BINS):
             bins = start + lane
             held = tl.load(counts + bins)
-            weight, units = _units(bins, first, heat, DTYPE)
-            left = _candidates(held, held, bins, last_bin, last_count, weight, floor)
-            masses = left * units
-            before = mass + tl.cumsum(masses, 0) - masses
-            is_cut = (held > 0) & ((left < held) | (before + (left - 1) * units >= limit))
-            place = tl.min(tl.where(is_cut, lane, _BINS), 0)
-            if place < TILE:
-                cut_bin = start + place
-                at = lane == place
-                room = limit - tl.max(tl.where(at, before, 0), 0)
-                unit = tl.max(tl.where(at, units, 0), 0)
-                num_in = tl.max(tl.where(at, left, 0), 0)
-                if room <= 0:
-                    num_in = 0
-                elif unit > 0:
-                    num_in = tl.minimum(num_in, (room - 1) // unit + 1).to(tl.int32)
-                if cut_bin == first_bin:
-                    num_in = tl.maximum(num_in, 1)
-            mass += tl.sum(masses, 0)
+            if tl.max(held, 0) > 0:
+                weight, units = _units(bins, first, heat, DTYPE)
+                left = _candidates(held, bins, last_bin, last_count, weight, floor)
+                masses = left * units
+                before = mass + tl.cumsum(masses, 0) - masses
+                is_cut = (held > 0) & ((left < held) | (before + (left - 1) * units >= limit))
+                place = tl.min(tl.where(is_cut, lane, _BINS), 0)
+                if place < TILE:
+                    cut_bin = start + place
+                    at = lane == place
+                    room = limit - tl.max(tl.where(at, before, 0), 0)
+                    unit = tl.max(tl.where(at, units, 0), 0)
+                    num_in = tl.max(tl.where(at, left, 0), 0)
+                    if room <= 0:
+                        num_in = 0
+                    elif unit > 0:
+                        num_in = tl.minimum(num_in, (room - 1) // unit + 1).to(tl.int32)
+                    if cut_bin == first_bin:
+                        num_in = tl.maximum(num_in, 1)
+                mass += tl.sum(masses, 0)
             start += TILE
         tl.store(cut_values + row, tl.where(cut_bin == 65536, float("-inf"), _value(cut_bin, DTYPE)))
 
