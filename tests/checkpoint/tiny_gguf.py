@@ -1,4 +1,4 @@
-"""Writes a small random Llama as a GGUF file, as llama.cpp's converter lays it out. Imports gguf: skip without it."""
+"""Writes a small random Llama or Qwen as a GGUF file, as llama.cpp's converter lays it out. Skip without gguf."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 TOKENS = (
     SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in MERGES] + ["<tool>"]
 )
+# By transformers' formula for rope type llama3 (factor 32, 1, 4, 8192) with theta 50000 and 16 channels.
+ROPE_FACTORS = np.array([1, 1, 1, 1, 1, 5.12194, 32, 32], np.float32)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -31,14 +33,19 @@ class TinyModel:
 def write_tiny_gguf(
     path: Path,
     *,
+    architecture: str = "llama",
     tied: bool = True,
     quantisation: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_1,
     metadata: Mapping[str, Any] | None = None,
     renamed: Mapping[str, str] | None = None,
+    with_rope_factors: bool = False,
 ) -> TinyModel:
-    """`metadata` replaces values (None: leaves them out); `renamed` replaces names of tensors."""
-    writer, model = gguf.GGUFWriter(path, arch="llama"), TinyModel()
-    _write_metadata(writer, dict(metadata or {}))
+    """`metadata` replaces values (None: leaves them out); `renamed` replaces names of tensors.
+
+    `with_rope_factors` adds what llama.cpp's converter writes for a Llama 3 with factor 32.
+    """
+    writer, model = gguf.GGUFWriter(path, arch=architecture), TinyModel()
+    _write_metadata(writer, architecture, dict(metadata or {}))
     rng = np.random.default_rng(7)
     kv_rows = HIDDEN // HEADS * KV_HEADS
     shapes = {"token_embd": ("model.embed_tokens", (len(TOKENS), HIDDEN)), "output_norm": ("model.norm", (HIDDEN,))}
@@ -57,20 +64,35 @@ def write_tiny_gguf(
             f"blk.{i}.ffn_up": (f"{new}.mlp.up_proj", (FFN, HIDDEN)),
             f"blk.{i}.ffn_down": (f"{new}.mlp.down_proj", (HIDDEN, FFN)),
         }
+        shapes |= _own_shapes(architecture, i, kv_rows)
     for name, (new, shape) in shapes.items():
         values = rng.standard_normal(shape).astype(np.float32)
         kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else quantisation
         if name == "token_embd":
             kind = gguf.GGMLQuantizationType.Q8_0
-        model.weights[f"{new}.weight"] = dequantize(quantize(values, kind), kind).reshape(shape)
-        stored = quantize(_interleaved(name, values), kind)
-        old = f"{name}.weight"
+        suffix = "" if name.endswith(".bias") else ".weight"
+        model.weights[f"{new}{suffix}"] = dequantize(quantize(values, kind), kind).reshape(shape)
+        stored = quantize(_interleaved(name, values) if architecture == "llama" else values, kind)
+        old = f"{name}{suffix}"
         writer.add_tensor((renamed or {}).get(old, old), stored, raw_dtype=kind)
+    if with_rope_factors:
+        writer.add_tensor("rope_freqs.weight", ROPE_FACTORS)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _own_shapes(architecture: str, layer: int, kv_rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensors that only this architecture has."""
+    rows = {"q": HIDDEN, "k": kv_rows, "v": kv_rows}
+    block, new = f"blk.{layer}", f"model.layers.{layer}.self_attn"
+    if architecture == "qwen2":
+        return {f"{block}.attn_{part}.bias": (f"{new}.{part}_proj.bias", (rows[part],)) for part in "qkv"}
+    if architecture == "qwen3":
+        return {f"{block}.attn_{part}_norm": (f"{new}.{part}_norm", (HIDDEN // HEADS,)) for part in "qk"}
+    return {}
 
 
 def _interleaved(name: str, values: Float32Array) -> Float32Array:
@@ -83,20 +105,20 @@ def _interleaved(name: str, values: Float32Array) -> Float32Array:
     return values[order]
 
 
-def _write_metadata(writer: gguf.GGUFWriter, replaced: dict[str, Any]) -> None:
+def _write_metadata(writer: gguf.GGUFWriter, architecture: str, replaced: dict[str, Any]) -> None:
     kinds = [1] * len(TOKENS)  # normal
     kinds[: len(SPECIAL)] = [3] * len(SPECIAL)  # control
     kinds[-1] = 4  # user defined
     values: dict[str, Any] = {
-        "llama.block_count": LAYERS,
-        "llama.context_length": 128,
-        "llama.embedding_length": HIDDEN,
-        "llama.feed_forward_length": FFN,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 50000.0,
-        "llama.rope.dimension_count": HIDDEN // HEADS,
+        f"{architecture}.block_count": LAYERS,
+        f"{architecture}.context_length": 128,
+        f"{architecture}.embedding_length": HIDDEN,
+        f"{architecture}.feed_forward_length": FFN,
+        f"{architecture}.attention.head_count": HEADS,
+        f"{architecture}.attention.head_count_kv": KV_HEADS,
+        f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{architecture}.rope.freq_base": 50000.0,
+        f"{architecture}.rope.dimension_count": HIDDEN // HEADS,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": TOKENS,
