@@ -7,6 +7,7 @@ writing, but without the start. transformers answers the same prompts, loaded be
 All are greedy in float32. Rounds alternate, and the best of each counts. Units: microseconds a generated token.
 """
 
+import importlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from benchmarks.timing import BenchmarkError, Row, write_results
 from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 
+ROOT = Path(__file__).parents[1]
 PROMPT_LEN = 32
 OUTPUT_LEN = 32
 NUM_SEQUENTIAL = 3  # of the requests, for the time of one by one
@@ -53,12 +55,13 @@ def serve_us(model: Path, prompts: Sequence[Sequence[int]], folder: Path) -> flo
     summary = json.loads((folder / "summary.json").read_text())
     if summary["tokens"]["output"] != len(prompts) * OUTPUT_LEN:
         raise BenchmarkError(f"{summary['tokens']} tokens came")
-    return float(summary["seconds"]["serve"]) * 1e6 / summary["tokens"]["output"]
+    return float(summary["seconds"]["serve"] * 1e6 / summary["tokens"]["output"])
 
 
 def generate_us(model: Any, batches: Sequence[Sequence[Sequence[int]]]) -> float:
     """transformers, batch after batch."""
-    start, num_tokens = time.perf_counter(), 0
+    start = time.perf_counter()
+    num_tokens = 0
     for batch in batches:
         ids = torch.tensor(batch)
         with torch.inference_mode():
@@ -70,8 +73,9 @@ def generate_us(model: Any, batches: Sequence[Sequence[Sequence[int]]]) -> float
                 do_sample=False,
                 pad_token_id=0,
             )
-        num_tokens += len(batch) * (out.shape[1] - PROMPT_LEN)
-    return (time.perf_counter() - start) * 1e6 / num_tokens
+        num_tokens += len(batch) * (int(out.shape[1]) - PROMPT_LEN)
+    took_s = time.perf_counter() - start
+    return took_s * 1e6 / num_tokens
 
 
 def measure(path: Path, model: Any, folder: Path) -> list[Row]:
@@ -105,8 +109,9 @@ def _speed_ups(row: Row) -> Mapping[str, str]:
 
 def main() -> int:
     """Measures and writes the results. Errors: BenchmarkError where a bound is missed."""
-    import transformers  # for the tests only, not among what the project needs
-
+    # Its folders at the top of the repository would be taken for packages of others.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+    transformers = importlib.import_module("transformers")  # for the tests only, not among what the project needs
     torch.set_num_threads(NUM_THREADS)
     path = find_model(None, Environment.read(os.environ).cache_dir).path
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

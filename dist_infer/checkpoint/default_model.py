@@ -26,7 +26,7 @@ def default_model_path(cache_dir: Path, *, on_wait: Callable[[], None] = lambda:
 
 
 def converted_model_path(gguf: Path, cache_dir: Path, *, on_wait: Callable[[], None] = lambda: None) -> Path:
-    """The same for any GGUF file of a Llama model."""
+    """The same for any GGUF file of a model that can be converted."""
     cache = open_private_folder(cache_dir)
     folder = cache / f"{gguf.stem}-{_digest(gguf)}-v{CONVERTER_VERSION}"
     if folder.is_dir():

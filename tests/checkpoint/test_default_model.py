@@ -35,7 +35,8 @@ def announced(*args, **kwargs):
 
 def on_wait():
     print("wait", flush=True)
-    time.sleep(float(sys.argv[3]))
+    while len(sys.argv) > 3 and not Path(sys.argv[3]).exists():
+        time.sleep(0.01)
 
 gguf.convert_gguf = announced
 print(converted_model_path(Path(sys.argv[1]), Path(sys.argv[2]), on_wait=on_wait), flush=True)
@@ -49,8 +50,9 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
-def start(tiny: Path, cache: Path, *, pause_s: float) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", CONVERT, str(tiny), str(cache), str(pause_s)]
+def start(tiny: Path, cache: Path, gate: Path | None = None) -> "subprocess.Popen[str]":
+    """It stops after its first tensor until the gate is there."""
+    command = [sys.executable, "-c", CONVERT, str(tiny), str(cache), *([str(gate)] if gate else [])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -77,13 +79,14 @@ def test_key_is_the_content_and_the_version(tiny: Path, tmp_path: Path, monkeypa
 
 def test_two_processes_convert_once(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    first = start(tiny, cache, pause_s=0.1)
+    first = start(tiny, cache, tmp_path / "gate")
     assert first.stdout is not None and first.stdout.readline() == "convert\n"
     assert first.stdout.readline() == "wait\n"  # a tensor is converted
     (folder,) = partial(cache)
-    second = start(tiny, cache, pause_s=0)
+    second = start(tiny, cache)
     assert second.stdout is not None and second.stdout.readline() == "wait\n"  # it waits for the lock
     assert partial(cache) == [folder]
+    (tmp_path / "gate").touch()
     lines = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
     answers = [printed[-1] for printed in lines]
     assert "convert" not in lines[1]
@@ -95,7 +98,7 @@ def test_two_processes_convert_once(tiny: Path, tmp_path: Path) -> None:
 
 def test_conversion_goes_on_after_a_killed_one(tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    killed = start(tiny, cache, pause_s=60)
+    killed = start(tiny, cache, tmp_path / "never")
     assert killed.stdout is not None and killed.stdout.readline() == "convert\n"
     assert killed.stdout.readline() == "wait\n"
     killed.send_signal(signal.SIGKILL)
