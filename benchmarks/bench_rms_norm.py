@@ -22,7 +22,7 @@ Inputs: TypeAlias = tuple[Tensor, Tensor]  # x, residual
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 EPS = 1e-5
-CASES = [(tokens, hidden) for hidden in (4096, 8192) for tokens in (1, 64, 4096)]
+CASES = [(tokens, hidden) for hidden in (4096, 8192) for tokens in (1, 4096)]
 MAX_ERROR = 3e-3  # of the norm: one rounding
 
 

@@ -2,8 +2,9 @@
 
 With few rows the time is that of reading the weights once. A program takes a strip of outputs and runs along all
 inputs, so that nothing is added across programs. For one row each thread multiplies what it loads; for up to sixteen
-the matrix units do, on a tile of sixteen, so that what else is in the batch doesn't change a row. More rows, small
-matrices and inputs that don't lie on 16 bytes are cuBLAS's.
+the matrix units do, on a tile of sixteen, so that what else is in the batch doesn't change a row. These fill shared
+memory, and a next kernel that comes early only gets in their way. More rows, small matrices and inputs that don't lie
+on 16 bytes are cuBLAS's.
 """
 
 from functools import cache
@@ -21,7 +22,8 @@ from dist_infer.kernels.triton.silu_mul import silu, silu_mul
 
 _MAX_ROWS = 16
 _MIN_WEIGHTS = 2**18
-_MANY_WEIGHTS = 40 * 10**6  # from here on a strip of one row gets more threads
+_STRIP, _STRIP_INPUTS = 2, 1024  # outputs of a program for one row, and inputs that it takes at a time
+_TILE_OUTPUTS = 64  # of a program for several rows
 _MANY_OUTPUTS = 16384
 _LARGE_SHARED_BYTES = 170_000
 
@@ -91,7 +93,7 @@ def _row_product(
     tl.store(out + output, total.to(out.dtype.element_ty), mask=output < num_outputs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_product(
     x,
     weight,
@@ -106,11 +108,7 @@ def _tile_product(
     STRIP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     output = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_K)
@@ -156,8 +154,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     block_k, num_stages = (128, 5) if num_outputs > _MANY_OUTPUTS else (256, 4)
     if x.is_cuda and _shared_bytes(x.get_device()) < _LARGE_SHARED_BYTES:
         block_k, num_stages = 128, 4
-    strip, overlap = 64, overlaps(x)
-    _tile_product[(triton.cdiv(num_outputs, strip),)](
+    _tile_product[(triton.cdiv(num_outputs, _TILE_OUTPUTS),)](
         x,
         weight,
         bias,
@@ -168,12 +165,10 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight.stride(0),
         K=num_inputs,
         ROWS=_MAX_ROWS,
-        STRIP=strip,
+        STRIP=_TILE_OUTPUTS,
         BLOCK_K=block_k,
         STAGES=num_stages,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )
     return out
 
@@ -183,9 +178,8 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> T
     num_outputs, num_inputs = weight.shape
     num_outputs = num_outputs // 2 if gated else num_outputs
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    block_k, num_warps = (512, 2) if weight.numel() < _MANY_WEIGHTS else (1024, 4)
-    strip, overlap = 4, overlaps(x)
-    _row_product[(triton.cdiv(num_outputs, strip // 2 if gated else strip),)](
+    overlap = overlaps(x)
+    _row_product[(triton.cdiv(num_outputs, _STRIP // 2 if gated else _STRIP),)](
         x,
         weight,
         bias,
@@ -195,10 +189,10 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> T
         int(may_read_early(x)),
         K=num_inputs,
         GATED=gated,
-        STRIP=strip,
-        BLOCK_K=block_k,
+        STRIP=_STRIP,
+        BLOCK_K=_STRIP_INPUTS,
         OVERLAP=overlap,
-        num_warps=num_warps,
+        num_warps=2,
         launch_pdl=overlap,
     )
     return out
