@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_infer.comm.all_reduce_table import TABLE, Strategy, Table, default_strategy, look_up
+from dist_infer.comm.all_reduce_measured import TABLE
+from dist_infer.comm.all_reduce_table import default_strategy, look_up
 from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.symmetric import PeerMemory, open_peer_memory
 from dist_infer.errors import UsageError
 from dist_infer.kernels import all_reduce as op

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm.mesh import split_sizes
-from dist_infer.comm.wire import Wire
+from dist_infer.comm.wire import NcclWire, Wire
 from dist_infer.errors import PeerFailedError
 
 _ACCUMULATE_DTYPE = {
@@ -147,14 +147,13 @@ class SingleCollectives:
 class TorchCollectives:
     """Collectives over a wire of torch.distributed. One caller at a time; on CUDA in the order of one stream."""
 
-    capturable = False
-
     def __init__(self, wire: Wire, *, axis: str, max_whole_bytes: int = 512 * 1024) -> None:
         """`max_whole_bytes`: the largest tensor that is reduced whole; the same number on all ranks."""
         self.rank = wire.rank
         self.size = wire.size
         self.wire_bytes = dict.fromkeys(_TAGS, 0)
         self.wire = wire
+        self.capturable = isinstance(wire, NcclWire)
         self._axis = axis
         self.max_whole_bytes = max_whole_bytes
         self._num_exchanges = 0

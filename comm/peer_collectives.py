@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, open_peer_room
-from dist_infer.comm.all_reduce_table import Strategy
 from dist_infer.comm.collectives import Collectives, TorchCollectives
+from dist_infer.comm.strategy import Strategy
 from dist_infer.comm.symmetric import NoPeerMemoryError
 from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels.all_reduce import DTYPES

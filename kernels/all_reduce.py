@@ -119,6 +119,16 @@ class PeerSpace:
         return 1 if self.memory.dim() == 1 else self.memory.shape[0]
 
 
+def space_on_one_device(layout: PeerLayout, device: torch.device) -> PeerSpace:
+    """All ranks of a group in one launch, whose programs share the device's multiprocessors."""
+    memory = torch.empty(layout.num_ranks, layout.num_bytes, dtype=torch.uint8, device=device)
+    for piece in memory:
+        layout.prepare(piece)
+    table = torch.tensor([piece.data_ptr() for piece in memory], dtype=torch.int64, device=device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return PeerSpace(layout=layout, memory=memory, table=table, rank=0, max_programs=num_sms // layout.num_ranks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """What follows the sum. `weight` asks for the norm, `quant_format` for its quantised form, with the norm or not."""

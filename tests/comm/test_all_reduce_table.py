@@ -2,7 +2,9 @@
 
 import pytest
 
-from dist_infer.comm.all_reduce_table import TABLE, Strategy, Table, default_strategy, look_up
+from dist_infer.comm.all_reduce_measured import TABLE
+from dist_infer.comm.all_reduce_table import default_strategy, look_up, steps_of, table_source
+from dist_infer.comm.strategy import Strategy, Table
 
 MADE_UP: Table = {("gpu", 4, "norm", 7168): ((8, Strategy.ONE_SHOT), (128, Strategy.TWO_SHOT), (512, Strategy.GATHER))}
 
@@ -50,3 +52,29 @@ def test_the_table_holds_rising_limits_and_strategies_of_one_class() -> None:
         limits = [limit for limit, _ in steps]
         assert limits == sorted(set(limits)) and num_ranks > 1 and hidden > 0 and op in ("none", "norm", "quant")
         assert {strategy for _, strategy in steps} <= {Strategy.GATHER, Strategy.ONE_SHOT, Strategy.TWO_SHOT}
+
+
+TIMES = [
+    (1, {Strategy.ONE_SHOT: 5.0, Strategy.TWO_SHOT: 8.0}),
+    (4, {Strategy.ONE_SHOT: 5.2, Strategy.TWO_SHOT: 8.0}),
+    (16, {Strategy.ONE_SHOT: 9.0, Strategy.TWO_SHOT: 8.9}),
+    (64, {Strategy.ONE_SHOT: 20.0, Strategy.TWO_SHOT: 12.0}),
+    (256, {Strategy.ONE_SHOT: 90.0, Strategy.TWO_SHOT: 30.0}),
+]
+
+
+def test_steps_change_where_another_way_is_clearly_faster() -> None:
+    assert steps_of(TIMES) == ((16, Strategy.ONE_SHOT), (256, Strategy.TWO_SHOT))
+    assert steps_of(TIMES[:1]) == ((1, Strategy.ONE_SHOT),)
+
+
+def test_a_way_that_was_not_measured_at_a_size_is_left_there() -> None:
+    times = [TIMES[0], (9, {Strategy.TWO_SHOT: 100.0})]
+    assert steps_of(times) == ((1, Strategy.ONE_SHOT), (9, Strategy.TWO_SHOT))
+
+
+@pytest.mark.parametrize("table", [{}, MADE_UP, {**MADE_UP, ("a b", 2, "none", 64): ((1, Strategy.TWO_SHOT),)}])
+def test_a_table_reads_back_from_its_source(table: Table) -> None:
+    names: dict[str, object] = {}
+    exec(table_source(table), names)
+    assert names["TABLE"] == table

@@ -4,11 +4,9 @@
 from types import FunctionType
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from dist_infer.kernels.all_reduce import PeerLayout, PeerSpace
 from dist_infer.kernels.triton.all_reduce import finish_row
 from dist_infer.kernels.triton.peer_words import load_words, peek_words, sendable, unpack_row
 
@@ -163,14 +161,3 @@ def rebuilt(kernel: Any, **replaced: Any) -> Any:
     changed.__module__, changed.__annotations__ = function.__module__, function.__annotations__
     changed.__doc__ = function.__doc__
     return triton.jit(changed, do_not_specialize=kernel.do_not_specialize)
-
-
-def virtual_group(num_ranks: int, *, row_bytes: int, max_rows: int, max_programs: int) -> PeerSpace:
-    """All ranks of a group on one GPU, in one launch."""
-    layout = PeerLayout(num_ranks=num_ranks, row_bytes=row_bytes, one_shot_rows=max_rows, two_shot_rows=max_rows)
-    memory = torch.empty(num_ranks, layout.num_bytes, dtype=torch.uint8, device="cuda")
-    for piece in memory:
-        layout.prepare(piece)
-    addresses = [piece.data_ptr() for piece in memory]
-    table = torch.tensor(addresses, dtype=torch.int64, device="cuda")
-    return PeerSpace(layout=layout, memory=memory, table=table, rank=0, max_programs=max_programs)

@@ -259,6 +259,12 @@ def _reduced_layout(made: Compiled) -> str:
 # On a GPU: the protocols.
 
 
+def one_device(num_ranks: int, *, row_bytes: int, max_rows: int) -> PeerSpace:
+    """A group whose ranks are one launch."""
+    layout = PeerLayout(num_ranks=num_ranks, row_bytes=row_bytes, one_shot_rows=max_rows, two_shot_rows=max_rows)
+    return op.space_on_one_device(layout, torch.device("cuda"))
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results hold 0xFF where a kernel doesn't write."""
@@ -342,7 +348,7 @@ def _pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("strategy", "what", "num_ranks", "hidden"), list(_pairs()))
 def test_bytes(strategy: str, what: str | None, num_ranks: int, hidden: int) -> None:
     """Whatever the sizes, and however they change from call to call."""
-    space = peer_code.virtual_group(num_ranks, row_bytes=2 * 7168, max_rows=1000, max_programs=128 // num_ranks)
+    space = one_device(num_ranks, row_bytes=2 * 7168, max_rows=1000)
     weight = torch.randn(hidden, device="cuda").bfloat16()
     for call, num_tokens in enumerate(TOKENS):
         x = rows_of_ranks(num_ranks, num_tokens, hidden, torch.bfloat16, seed=call)
@@ -354,7 +360,7 @@ def test_bytes(strategy: str, what: str | None, num_ranks: int, hidden: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("strategy", FUNCTIONS)
 def test_bytes_of_other_types(strategy: str, dtype: torch.dtype) -> None:
-    space = peer_code.virtual_group(4, row_bytes=4 * 2048, max_rows=300, max_programs=32)
+    space = one_device(4, row_bytes=4 * 2048, max_rows=300)
     weight = torch.randn(2048, device="cuda").to(dtype)
     for num_tokens in (1, 300, 33):
         x = rows_of_ranks(4, num_tokens, 2048, dtype, seed=num_tokens)
@@ -364,7 +370,7 @@ def test_bytes_of_other_types(strategy: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_strategies_and_widths_take_turns_in_one_space() -> None:
-    space = peer_code.virtual_group(4, row_bytes=2 * 7168, max_rows=600, max_programs=32)
+    space = one_device(4, row_bytes=2 * 7168, max_rows=600)
     for call, num_tokens in enumerate([5, 600, 1, 0, 77, 600, 2] * 3):
         hidden = (2048, 7168, 64)[call % 3]
         x = rows_of_ranks(4, num_tokens, hidden, torch.bfloat16, seed=call)
@@ -383,7 +389,7 @@ def _captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", FUNCTIONS)
 def test_graphs_of_several_sizes_and_eager_calls_take_turns(strategy: str) -> None:
-    space = peer_code.virtual_group(4, row_bytes=2 * 2048, max_rows=200, max_programs=32)
+    space = one_device(4, row_bytes=2 * 2048, max_rows=200)
     run = FUNCTIONS[strategy]
     inputs = {rows: rows_of_ranks(4, rows, 2048, torch.bfloat16, seed=rows) for rows in (1, 200, 40)}
 
@@ -413,7 +419,7 @@ def _use(monkeypatch: pytest.MonkeyPatch, strategy: str, **replaced: Any) -> Non
 def test_ten_thousand_calls_with_delays(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One time in a hundred a warp is late."""
     _use(monkeypatch, strategy, load_words=peer_code.dawdling_load)
-    space = peer_code.virtual_group(8, row_bytes=2 * 2048, max_rows=40, max_programs=16)
+    space = one_device(8, row_bytes=2 * 2048, max_rows=40)
     run = FUNCTIONS[strategy]
     inputs = [rows_of_ranks(8, rows, 2048, torch.bfloat16, seed=rows) for rows in (1, 40, 17, 2, 33)]
     sums = [ordered_sum(x) for x in inputs]
@@ -445,7 +451,7 @@ FAULTS = {
 def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, replaced, what = FAULTS[fault]
     _use(monkeypatch, strategy, **replaced)
-    space = peer_code.virtual_group(2, row_bytes=2 * 2048, max_rows=100, max_programs=16)
+    space = one_device(2, row_bytes=2 * 2048, max_rows=100)
     weight = torch.randn(2048, device="cuda").bfloat16()
 
     def calls() -> None:

@@ -1,0 +1,31 @@
+"""Options of `dist-infer tune`."""
+
+import pytest
+
+from dist_infer.cli import main
+from dist_infer.cli.tune import parse_sizes
+from dist_infer.errors import ExitCode, UsageError
+
+
+def test_sizes_are_read() -> None:
+    assert parse_sizes("7168") == (7168,) and parse_sizes("64, 4096") == (64, 4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "numbers with commas"),
+        ("4096;7168", "numbers with commas"),
+        ("4096,100", "100 is not a positive multiple of 64"),
+        ("0", "0 is not"),
+        ("-64", "-64 is not"),
+    ],
+)
+def test_what_is_no_list_of_sizes_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_sizes(text)
+
+
+def test_no_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["tune", "--max-tokens", "0"]) == ExitCode.USAGE
+    assert "at least one token" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""`dist-infer tune`: refused where there is no choice, and what it writes."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_infer.cli.tuning import _tune, _write
+from dist_infer.comm.all_reduce_table import table_source
+from dist_infer.comm.strategy import Strategy
+from dist_infer.errors import UsageError
+from dist_infer.launch.world import World
+
+
+@pytest.mark.ranks(1, 2)
+def test_cpu_ranks_have_no_choice(world: World) -> None:
+    with pytest.raises(UsageError, match="several ranks with a GPU each"):
+        _tune((64,), 1, None, world)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=170)
+def test_a_table_is_measured(world: World, tmp_path: Path) -> None:
+    if world.gpu_shared:
+        pytest.skip("gpu: each rank needs a GPU of its own")
+    output = tmp_path / "table.py"
+    assert _tune((2048,), 16, output, world) == 0
+    if world.rank == 0:
+        names: dict[str, dict[tuple[str, int, str, int], tuple[tuple[int, Strategy], ...]]] = {}
+        exec(output.read_text(), names)
+        measured = {key[2:]: steps[-1][0] for key, steps in names["TABLE"].items() if key[3] == 2048}
+        assert measured == {("none", 2048): 16, ("norm", 2048): 16, ("quant", 2048): 16}
+
+
+def test_the_table_goes_to_a_file_or_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = table_source({("gpu", 2, "none", 64): ((1, Strategy.ONE_SHOT),)})
+    _write(text, None)
+    _write(text, tmp_path / "table.py")
+    assert capsys.readouterr().out == text == (tmp_path / "table.py").read_text()
