@@ -1,7 +1,9 @@
-"""Pairs of a row and one of its experts, in the order of the experts, by one Triton launch at any size.
+"""Pairs of a row and one of its experts, in the order of the experts. P pairs, E experts.
 
-P pairs, E experts. A program takes an expert and needs nothing of the others: it counts the pairs of smaller experts
-and its own, which gives the place of its first pair, then writes its pairs in ascending order.
+Few pairs take one launch. A program takes an expert and needs nothing of the others: it counts the pairs of smaller
+experts and its own, which gives the place of its first pair, then writes its pairs in ascending order. Every program
+looks at all pairs, so many pairs take two launches: programs count the pairs of a chunk by expert, then each finds from
+all counts where its chunk's pairs of each expert go.
 
 A block is up to M pairs of one expert. The blocks of expert e begin at (pairs before it + e (M - 1)) // M: that leaves
 room for its pairs in whole blocks, and needs no sum over other experts' blocks. What is left between is marked unused.
@@ -16,8 +18,12 @@ from torch import Tensor
 
 from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
 
-_MAX_CHUNK = 8192  # pairs that a program looks at together
-_TABLE = tl.constexpr(32)  # blocks that it writes together
+_FEW_PAIRS = (512, 2048, 4096)  # up to so many take one launch; no more variants, each is a compilation
+_MIN_CHUNK = 256
+_MAX_CHUNKS = 128
+_CHUNKS = 16  # whose counts are read together
+_PAIRS = 64  # that are compared with all experts together
+_TABLE = tl.constexpr(32)  # blocks that are written together
 
 
 class PairBlocks(NamedTuple):
@@ -38,58 +44,145 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
     num_blocks = (num_pairs + num_experts * (block_len - 1)) // block_len
     order = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
     table = torch.empty(3, num_blocks, dtype=torch.int32, device=expert_ids.device)
-    chunk = min(_MAX_CHUNK, triton.next_power_of_2(num_pairs))
-    _align_kernel[(num_experts,)](
+    if num_pairs <= _FEW_PAIRS[-1]:
+        chunk = next(size for size in _FEW_PAIRS if num_pairs <= size)
+        _align_kernel[(num_experts,)](
+            expert_ids,
+            order,
+            table,
+            num_pairs,
+            num_blocks,
+            block_len,
+            NUM_EXPERTS=num_experts,
+            CHUNK=chunk,
+            num_warps=4 if chunk == _FEW_PAIRS[0] else 8,
+            **chained(expert_ids),
+        )
+        return PairBlocks(order, table, block_len)
+    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_pairs, _MAX_CHUNKS)))
+    num_chunks = triton.cdiv(num_pairs, chunk)
+    counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=expert_ids.device)
+    sizes = {
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS": triton.next_power_of_2(num_experts),
+        "PAIRS": _PAIRS,
+        "CHUNK": chunk,
+    }
+    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=8, **chained(expert_ids))
+    _place_kernel[(num_chunks,)](
         expert_ids,
+        counts,
         order,
         table,
         num_pairs,
         num_blocks,
-        NUM_EXPERTS=num_experts,
-        BLOCK=block_len,
-        CHUNK=chunk,
-        num_warps=4 if chunk <= 1024 else 16,
+        num_chunks,
+        block_len,
+        **sizes,
+        CHUNKS=_CHUNKS,
+        num_warps=8,
         **chained(expert_ids),
     )
     return PairBlocks(order, table, block_len)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "block_len"])
 def _align_kernel(
     ids,
     order,
     table,
     num_pairs,
     num_blocks,
+    block_len,
     NUM_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     wait_for_inputs(CHAINED)
     expert = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    smaller = tl.zeros([CHUNK], tl.int32)
-    equal = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        own = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=-1).to(tl.int32)
-        smaller += ((own >= 0) & (own < expert)).to(tl.int32)
-        equal += (own == expert).to(tl.int32)
-    first = tl.sum(smaller)
-    end = first + tl.sum(equal)
-    place = first
-    for start in range(0, num_pairs, CHUNK):
-        own = tl.load(ids + start + lane, mask=start + lane < num_pairs, other=-1).to(tl.int32)
-        match = (own == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(match, 0) - 1, start + lane, mask=match > 0)
-        place += tl.sum(match)
-    block = (first + expert * (BLOCK - 1)) // BLOCK
-    end_block = (end + (expert + 1) * (BLOCK - 1)) // BLOCK
+    pair = tl.arange(0, CHUNK)
+    own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    match = (own == expert).to(tl.int32)
+    first = tl.sum(((own >= 0) & (own < expert)).to(tl.int32))
+    end = first + tl.sum(match)
+    tl.store(order + first + tl.cumsum(match, 0) - 1, pair, mask=match > 0)
+    _write_blocks(table, num_blocks, expert, first, end, block_len, NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    ids,
+    counts,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    wait_for_inputs(CHAINED)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, CHUNK, PAIRS):
+        pair = tl.program_id(0) * CHUNK + start + tl.arange(0, PAIRS)
+        own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        total += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + expert, total, mask=expert < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_chunks", "block_len"])
+def _place_kernel(
+    ids,
+    counts,
+    order,
+    table,
+    num_pairs,
+    num_blocks,
+    num_chunks,
+    block_len,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    wait_for_inputs(CHAINED)
+    own_chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)[:, None]
+        inside = (chunk < num_chunks) & (expert < NUM_EXPERTS)[None, :]
+        part = tl.load(counts + chunk * NUM_EXPERTS + expert[None, :], mask=inside, other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where(chunk < own_chunk, part, 0), 0)
+    first = tl.cumsum(total, 0) - total
+    place = first + before
+    for start in range(0, CHUNK, PAIRS):
+        pair = own_chunk * CHUNK + start + tl.arange(0, PAIRS)
+        own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        match = (own[:, None] == expert[None, :]).to(tl.int32)
+        target = tl.sum(match * (tl.cumsum(match, 0) - 1 + place[None, :]), 1)
+        tl.store(order + target, pair, mask=(own >= 0) & (own < NUM_EXPERTS))
+        place += tl.sum(match, 0)
+    for own_expert in range(own_chunk, NUM_EXPERTS, num_chunks):
+        own_first = tl.sum(tl.where(expert == own_expert, first, 0))
+        own_end = own_first + tl.sum(tl.where(expert == own_expert, total, 0))
+        _write_blocks(table, num_blocks, own_expert, own_first, own_end, block_len, NUM_EXPERTS)
+
+
+@triton.jit
+def _write_blocks(table, num_blocks, expert, first, end, block_len, NUM_EXPERTS: tl.constexpr):
+    """The blocks of an expert whose pairs stand from `first` to before `end`."""
+    block = (first + expert * (block_len - 1)) // block_len
+    end_block = (end + (expert + 1) * (block_len - 1)) // block_len
     if expert == NUM_EXPERTS - 1:
         end_block = num_blocks
     for start in range(block, end_block, _TABLE):
         idx = start + tl.arange(0, _TABLE)
-        pair = first + (idx - block) * BLOCK
+        pair = first + (idx - block) * block_len
         inside = idx < end_block
         tl.store(table + idx, tl.where(pair < end, expert, -1), mask=inside)
         tl.store(table + num_blocks + idx, pair, mask=inside)

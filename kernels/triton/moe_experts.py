@@ -31,7 +31,7 @@ def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tenso
 
 def by_pair(num_pairs: int, num_experts: int) -> bool:
     """Whether pairs meet in an expert too seldom for a product of matrices to pay."""
-    return 4 * num_pairs <= num_experts
+    return 2 * num_pairs < num_experts
 
 
 def experts_by_block(

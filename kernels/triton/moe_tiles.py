@@ -48,14 +48,14 @@ class PairTile:
     num_warps: int
 
 
-PAIR_GATE_UP = PairTile(2, 1024, 4)
-PAIR_DOWN = PairTile(1, 256, 4)
+PAIR_GATE_UP = PairTile(1, 256, 1)
+PAIR_DOWN = PairTile(2, 256, 1)
 
 HALF: Sequence[Tiles] = (
     Tiles(8, 16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3)),
     Tiles(24, 32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    Tiles(40, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    Tiles(float("inf"), 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+    Tiles(56, 64, Tile(64, 64, 4, 4, swap=True, tails=True), Tile(128, 64, 4, 4, swap=True, tails=True)),
+    Tiles(float("inf"), 128, Tile(128, 64, 8, 4, tails=True), Tile(128, 64, 4, 3, tails=True)),
 )
 WIDE: Sequence[Tiles] = (
     Tiles(24, 16, Tile(32, 32, 4, 3), Tile(64, 32, 4, 3)),

@@ -165,7 +165,7 @@ def test_every_way_through_the_kernels(device: str, way: str, width: int) -> Non
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("num_pairs", [1, 70, 300])
+@pytest.mark.parametrize("num_pairs", [1, 70, 300, 4200])
 def test_pairs_are_put_in_the_order_of_their_experts(device: str, num_pairs: int) -> None:
     """Those of one expert in ascending order, in blocks that its last pairs may leave part empty."""
     num_experts, block_len = 5, 16

@@ -96,7 +96,7 @@ def test_the_kernel_compiles_for_hopper() -> None:
     tile = module.TILES[1]
     types = {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "num_tokens": "i32"}
     sizes = {"NUM_EXPERTS": 128, "WIDTH": 2048, "CHAINED": True}
-    sizes |= {"TOKENS": tile.tokens, "EXPERTS": tile.experts, "DEPTH": tile.depth}
+    sizes |= {"TOKENS": tile.tokens, "EXPERTS": tile.experts, "DEPTH": tile.depth, "UNROLL": tile.unroll}
     made = compile_ahead(module._router_kernel, types, sizes, num_warps=tile.num_warps)
     assert made.spilled_bytes == 0
     assert "ld.global.v4" in made.asm["ptx"] and "tf32" not in made.asm["ptx"]
