@@ -93,7 +93,8 @@ class ModelConfig:
     output_bias: bool = False  # of what comes out of attention
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"  # RMSNorm of queries and keys: each head, or all as one
-    sliding_window: int | None = None  # keys that a query sees at most in some layer; None: all, in every layer
+    sliding_window: int | None = None  # keys that a query sees at most, its own among them; None: all
+    all_windowed: bool = True  # in every layer, not only in some
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     num_mtp_layers: int = 0  # layers behind the last one that a checkpoint may hold and that are not used

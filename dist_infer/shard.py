@@ -5,7 +5,7 @@ Each function is local and may fail on one rank alone; whoever calls them lets t
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -48,18 +48,37 @@ class Shard:
     model_bytes: int  # of the whole model in this dtype
 
 
-def plan_shard(folder: ModelFolder, mesh: Mesh, *, dtype: str, device: torch.device) -> ShardPlan:
+def plan_shard(
+    folder: ModelFolder, mesh: Mesh, *, dtype: str, device: torch.device, max_model_len: int | None = None
+) -> ShardPlan:
     """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
+
+    A model with a sliding window serves sequences up to its window, unless `max_model_len` asks for longer ones.
 
     Errors: UsageError naming the field of config.json, or the numbers that don't divide.
     """
-    config = parse_config(folder.config)
+    config = _within_window(parse_config(folder.config), max_model_len)
     if dtype == "auto":
         dtype = config.dtype if device.type == "cuda" else "float32"
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
     if config.moe is not None:
         check_experts(config.moe, mesh)
     return ShardPlan(folder=folder, config=config, mesh=mesh, heads=heads, dtype=getattr(torch, dtype), device=device)
+
+
+def _within_window(config: ModelConfig, asked: int | None) -> ModelConfig:
+    """Sequences that fit into the window need none, and the fastest attention has none."""
+    window = config.sliding_window
+    if window is None:
+        return config
+    if asked is None or asked <= window:
+        return replace(config, sliding_window=None, max_position_embeddings=window)
+    if not config.all_windowed:
+        raise UsageError(
+            f"--max-model-len {asked} is more than the sliding window of {window} tokens, which only some layers of the"
+            f" model have: that is not supported, ask for {window} at most"
+        )
+    return config
 
 
 def load_shard(
@@ -118,18 +137,12 @@ def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int)
 
     Errors: UsageError when more was asked for than either allows.
     """
-    window = config.sliding_window or config.max_position_embeddings
     if asked is None:
-        return min(config.max_position_embeddings, window, num_kv_tokens)
+        return min(config.max_position_embeddings, num_kv_tokens)
     if asked > config.max_position_embeddings:
         raise UsageError(
             f"--max-model-len {asked} is more than the model's {config.max_position_embeddings} positions"
             " (max_position_embeddings of its config.json)"
-        )
-    if asked > window:
-        raise UsageError(
-            f"--max-model-len {asked} is more than the model's sliding window of {window} tokens: sequences longer than"
-            " the window are not supported"
         )
     if asked > num_kv_tokens:
         raise UsageError(

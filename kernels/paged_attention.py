@@ -13,38 +13,50 @@ import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
 from dist_infer.kernels.reference.paged_attention import plan_paged_attention as reference_plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PlanFunction(Protocol):
-    """(step, num_kv_heads, scale) -> attend(q, k_cache, v_cache)."""
+    """(step, num_kv_heads, scale, window) -> attend(q, k_cache, v_cache)."""
 
-    def __call__(self, step: PagedStep, *, num_kv_heads: int, scale: float) -> Attend:
-        """Plans a step whose sequences have been checked."""
+    def __call__(self, step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None) -> Attend:
+        """Plans a step whose sequences have been checked. Only libraries chosen for a window get one."""
         ...
+
+
+def _on_triton_without_window(target: Target) -> str | None:
+    return "a sliding window is the reference's" if target.geometry.get("window") else on_triton(target)
 
 
 LIBRARIES: tuple[Library[PlanFunction], ...] = (
     Library(
         name="triton",
         function=deferred("dist_infer.kernels.triton.paged_attention", "plan_paged_attention"),
-        is_available=on_triton,
+        is_available=_on_triton_without_window,
         graph_safe=True,
     ),
     Library(name="torch", function=reference_plan),
 )
 
 
-def plan_paged_attention(step: PagedStep, *, num_kv_heads: int, scale: float, library: Library[PlanFunction]) -> Attend:
+def plan_paged_attention(
+    step: PagedStep,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    library: Library[PlanFunction],
+) -> Attend:
     """The attention of one step as a function (q, k_cache, v_cache) -> out.
 
     Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t; its own key is among them, so
-    it has been written before. Query head n reads KV head n // (N / K). Scores, softmax and the sum are in float32
-    (float64 for float64), one rounding; a library may round the softmax weights too, to the dtype of the values. A
-    sequence with kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
+    it has been written before. With a `window` it sees the last `window` of these. Query head n reads KV head
+    n // (N / K). Scores, softmax and the sum are in float32 (float64 for float64), one rounding; a library may round
+    the softmax weights too, to the dtype of the values. A sequence with kv_len 0 gives zeros. What lies in pages beyond
+    kv_len, or in pages of other sequences, never shows.
 
     In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
@@ -68,7 +80,10 @@ def plan_paged_attention(step: PagedStep, *, num_kv_heads: int, scale: float, li
         raise ValueError(
             f"paged_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table"
         )
-    planned = library.function(step, num_kv_heads=num_kv_heads, scale=scale)
+    if window is None:
+        planned = library.function(step, num_kv_heads=num_kv_heads, scale=scale)
+    else:
+        planned = library.function(step, num_kv_heads=num_kv_heads, scale=scale, window=window)
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         if (

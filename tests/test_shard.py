@@ -1,12 +1,11 @@
 """A shard from folder to filled model, and what is refused before anything large is made."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import CheckpointError, UsageError
@@ -103,10 +102,23 @@ def test_sequences_are_as_long_as_model_and_cache_allow(tmp_path: Path) -> None:
         max_model_len(config, 300, num_kv_tokens=100)
     with pytest.raises(UsageError, match=r"513.*512"):
         max_model_len(config, 513, num_kv_tokens=100)
-    windowed = replace(config, sliding_window=64)
-    assert max_model_len(windowed, None, num_kv_tokens=10_000) == max_model_len(windowed, 64, num_kv_tokens=64) == 64
-    with pytest.raises(UsageError, match=r"65 is more than the model's sliding window of 64 tokens"):
-        max_model_len(windowed, 65, num_kv_tokens=100)
+
+
+def test_sequences_end_at_the_window_unless_asked_otherwise(tmp_path: Path) -> None:
+    folder = open_model_folder(make_tiny(tmp_path / "all", "mistral", sliding_window=64))
+    some = open_model_folder(
+        make_tiny(tmp_path / "some", "qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    )
+    mesh = Mesh.create(world=1, rank=0)
+
+    def planned(model: ModelFolder, asked: int | None) -> tuple[int, int | None]:
+        config = plan_shard(model, mesh, dtype="auto", device=CPU, max_model_len=asked).config
+        return max_model_len(config, asked, num_kv_tokens=10_000), config.sliding_window
+
+    assert [planned(folder, asked) for asked in (None, 40, 64, 65)] == [(64, None), (40, None), (64, None), (65, 64)]
+    assert [planned(some, asked) for asked in (None, 64)] == [(64, None)] * 2
+    with pytest.raises(UsageError, match="65 is more than the sliding window of 64 tokens, which only some layers"):
+        planned(some, 65)
 
 
 def test_kv_blocks_by_memory(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
             options.model, environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model")
         )
         folder = open_model_folder(model.path, weights=options.load_format != "dummy", name=model.name)
-        return plan_shard(folder, mesh, dtype=options.dtype, device=world.device)
+        return plan_shard(folder, mesh, dtype=options.dtype, device=world.device, max_model_len=options.max_model_len)
 
     return stage(world, "read the model's folder", plan)
 

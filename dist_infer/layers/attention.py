@@ -49,12 +49,14 @@ class AttentionPlanner:
         shard = split_heads(config.num_heads, config.num_kv_heads, setup.tp.size, setup.tp.rank)
         self._num_kv_heads = len(shard.kv_heads)
         self._scale = config.head_dim**-0.5 * config.rope.score_factor
+        self._window = config.sliding_window
         self._library = setup.choose(
             "paged_attention",
             attention_op.LIBRARIES,
             heads=len(shard.heads),
             kv_heads=len(shard.kv_heads),
             head_dim=config.head_dim,
+            window=self._window or 0,
         )
 
     def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -63,7 +65,7 @@ class AttentionPlanner:
         Ranks: local.
         """
         return attention_op.plan_paged_attention(
-            step, num_kv_heads=self._num_kv_heads, scale=self._scale, library=self._library
+            step, num_kv_heads=self._num_kv_heads, scale=self._scale, window=self._window, library=self._library
         )
 
 

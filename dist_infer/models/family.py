@@ -1,7 +1,7 @@
 """What all families of models share: how one is described, and the fields that their config.json have in common."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from dist_infer.config import DType, ModelConfig, RopeConfig
@@ -113,16 +113,17 @@ def window_of_all_layers(fields: Fields, config: ModelConfig, *, default: int | 
     return window if window is not None and window < config.max_position_embeddings else None
 
 
-def optional_window(fields: Fields, config: ModelConfig) -> int | None:
+def with_optional_window(fields: Fields, config: ModelConfig) -> ModelConfig:
     """The same where `use_sliding_window` asks for it, in the layers from `max_window_layers` on or those named."""
     if not fields.boolean("use_sliding_window", default=False):
-        return None
+        return config
+    named = fields.strings("layer_types")
     first = fields.count("max_window_layers", default=28)
-    if "sliding_attention" in fields.strings("layer_types") or (
-        fields.get("layer_types") is None and first < config.num_layers
-    ):
-        return window_of_all_layers(fields, config, default=4096)
-    return None
+    windowed = [kind == "sliding_attention" for kind in named] or [idx >= first for idx in range(config.num_layers)]
+    if not any(windowed):
+        return config
+    window = window_of_all_layers(fields, config, default=4096)
+    return replace(config, sliding_window=window, all_windowed=all(windowed))
 
 
 def number_of_experts(fields: Fields, *names: str) -> int:

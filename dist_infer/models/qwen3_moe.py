@@ -9,8 +9,8 @@ from dist_infer.models.family import (
     Family,
     check_top_k,
     number_of_experts,
-    optional_window,
     parse_decoder,
+    with_optional_window,
 )
 
 _DEFAULTS = Defaults(max_position_embeddings=32768, num_kv_heads=4)
@@ -28,7 +28,7 @@ def parse_qwen3_moe(fields: Fields) -> ModelConfig:
         renormalise=fields.boolean("norm_topk_prob", default=False),
     )
     check_top_k(moe.num_experts, moe.top_k)
-    return replace(config, qk_norm="head", moe=moe, sliding_window=optional_window(fields, config))
+    return replace(with_optional_window(fields, config), qk_norm="head", moe=moe)
 
 
 def _moe_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:

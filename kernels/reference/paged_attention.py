@@ -19,6 +19,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import PagedStep
 
 _MAX_SCORES = 1 << 20  # queries x keys of a block, for each head
+_NO_WINDOW = (1 << 31) - 1  # lengths are int32
 _SHORT_BITS = 6  # sequences of up to 64 keys are batched together, then by powers of two
 
 
@@ -42,13 +43,16 @@ class _Chunk:
 
 
 def plan_paged_attention(
-    step: PagedStep, *, num_kv_heads: int, scale: float
+    step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See `dist_infer.kernels.paged_attention.plan_paged_attention`."""
     query_lens = np.diff(step.host_query_start)
     active = (query_lens > 0) & (step.host_kv_lens > 0)
-    decodes = [_plan_decodes(step, seqs, num_kv_heads) for seqs in _by_length(step, active & (query_lens == 1))]
-    chunks = [chunk for seq in np.flatnonzero(active & (query_lens > 1)) for chunk in _plan_chunks(step, int(seq))]
+    window = window or _NO_WINDOW
+    decodes = [_plan_decodes(step, seqs, num_kv_heads, window) for seqs in _by_length(step, active & (query_lens == 1))]
+    chunks = [
+        chunk for seq in np.flatnonzero(active & (query_lens > 1)) for chunk in _plan_chunks(step, int(seq), window)
+    ]
     all_written = bool(active[query_lens > 0].all())
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -73,20 +77,21 @@ def _by_length(step: PagedStep, chosen: npt.NDArray[np.bool_]) -> list[list[int]
     return list(groups.values())
 
 
-def _plan_decodes(step: PagedStep, seqs: list[int], num_kv_heads: int) -> _Decodes:
+def _plan_decodes(step: PagedStep, seqs: list[int], num_kv_heads: int, window: int) -> _Decodes:
     device = step.kv_lens.device
     whole = len(seqs) == step.num_seqs == step.num_tokens
     index = None if whole else torch.tensor(seqs, device=device)
     kv_lens = step.kv_lens if index is None else step.kv_lens.index_select(0, index)
     page_table = step.page_table if index is None else step.page_table.index_select(0, index)
-    key = torch.arange(int(step.host_kv_lens[seqs].max()), device=device)[None]
+    key = torch.arange(min(int(step.host_kv_lens[seqs].max()), window), device=device)[None]
+    key = key + (kv_lens[:, None] - window).clamp_(min=0)
     slots = _slots(page_table, torch.minimum(key, kv_lens[:, None] - 1), step.block_size)
     cache_rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads, device=device)[:, None]
     rows = None if index is None else step.query_start.index_select(0, index).long()
     return _Decodes(rows, cache_rows.flatten(), (key >= kv_lens[:, None])[:, None])
 
 
-def _plan_chunks(step: PagedStep, seq: int) -> list[_Chunk]:
+def _plan_chunks(step: PagedStep, seq: int, window: int) -> list[_Chunk]:
     device = step.kv_lens.device
     first, last = step.host_query_start[seq : seq + 2].tolist()
     kv_len = int(step.host_kv_lens[seq])
@@ -98,8 +103,9 @@ def _plan_chunks(step: PagedStep, seq: int) -> list[_Chunk]:
     for start in range(first, last, block_len):
         stop = min(start + block_len, last)
         query = torch.arange(start - first, stop - first, device=device)[:, None]
-        num_keys = history + stop - first
-        chunks.append(_Chunk(start, stop, slots[:num_keys], key[:num_keys] > history + query))
+        seen = slice(max(0, history + start - first + 1 - window), history + stop - first)
+        own = history + query
+        chunks.append(_Chunk(start, stop, slots[seen], (key[seen] > own) | (key[seen] <= own - window)))
     return chunks
 
 

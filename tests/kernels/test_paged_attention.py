@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.paged_attention import LIBRARIES, PlanFunction, plan_paged_attention
 from dist_infer.kernels.reference import paged_attention as reference
 from tests.kernels.aot import compile_ahead
@@ -90,7 +90,7 @@ def make_case(
     return Case(step, random(step.num_tokens, heads, head_dim), caches[0], caches[1], tokens[0], tokens[1], lens)
 
 
-def formula(case: Case, dtype: torch.dtype) -> Tensor:
+def formula(case: Case, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """Sequence by sequence, everything in `dtype` with softmax in at least float32."""
     out = torch.zeros_like(case.q, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -104,6 +104,8 @@ def formula(case: Case, dtype: torch.dtype) -> Tensor:
         q, k, v = (x.to(dtype).transpose(0, 1) for x in (case.q[rows], keys, values))
         k, v = (x.repeat_interleave(group_len, 0) for x in (k, v))
         unseen = torch.ones(num_queries, kv_len, dtype=torch.bool, device=q.device).triu(kv_len - num_queries + 1)
+        if window is not None:
+            unseen |= torch.ones_like(unseen).tril(kv_len - num_queries - window)
         scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(unseen, -torch.inf)
         out[rows] = (scores.to(wide).softmax(-1).to(dtype) @ v).transpose(0, 1)
     return out
@@ -305,6 +307,24 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, max_s
     whole = attend(case, LIBRARIES[-1])
     monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
     torch.testing.assert_close(attend(case, LIBRARIES[-1]), whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [1, 2, 33, 128, 129, 1000])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_window_hides_what_is_older(monkeypatch: pytest.MonkeyPatch, step: str, window: int) -> None:
+    case = make_case(STEPS[step], heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float64, device="cpu")
+    for max_scores in (1 << 20, 300):
+        monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
+        planned = plan_paged_attention(case.step, num_kv_heads=2, scale=SCALE, window=window, library=LIBRARIES[-1])
+        out = planned(case.q, case.k_cache, case.v_cache)
+        torch.testing.assert_close(out, formula(case, torch.float64, window), rtol=0, atol=1e-13)
+
+
+def test_only_the_reference_has_a_window() -> None:
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"window": 4096})
+    reasons = [library.is_available(target) for library in LIBRARIES]
+    assert reasons[-1] is None
+    assert all(reason and "window" in reason for reason in reasons[:-1])
 
 
 @library_runs(LIBRARIES)

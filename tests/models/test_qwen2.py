@@ -51,23 +51,29 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "window"),
+    ("change", "window", "everywhere"),
     [
-        ({"sliding_window": 4096}, None),
-        ({"sliding_window": 4096, "use_sliding_window": True}, None),
-        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 21}, 4096),
-        ({"sliding_window": 40000, "use_sliding_window": True, "max_window_layers": 21}, None),
-        ({"sliding_window": 9, "use_sliding_window": True, "layer_types": ["full_attention"] * 28}, None),
-        ({"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 28}, 9),
+        ({"use_sliding_window": False}, None, True),
+        ({"max_window_layers": 28}, None, True),
+        ({"max_window_layers": 21}, 4096, False),
+        ({"max_window_layers": 0}, 4096, True),
+        ({"max_window_layers": 0, "sliding_window": 40000}, None, True),
+        ({"layer_types": ["full_attention"] * 28}, None, True),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 14}, 4096, False),
+        ({"layer_types": ["sliding_attention"] * 28}, 4096, True),
     ],
 )
-def test_a_window_counts_where_some_layer_uses_it(change: dict[str, Any], window: int | None) -> None:
-    assert parse_config({**QWEN25_7B, **change}).sliding_window == window
+def test_a_window_counts_where_layers_use_it(change: dict[str, Any], window: int | None, everywhere: bool) -> None:
+    config = parse_config({**QWEN25_7B, "sliding_window": 4096, "use_sliding_window": True, **change})
+    assert (config.sliding_window, config.all_windowed) == (window, everywhere)
 
 
-@pytest.mark.parametrize("tp_size", [1, 4])
-def test_tokens_and_logits_equal_the_oracle(tmp_path: Path, tp_size: int) -> None:
-    folder = make_tiny(tmp_path, "qwen2")
+@pytest.mark.parametrize(("tp_size", "window"), [(1, None), (2, 9), (4, None)])
+def test_tokens_and_logits_equal_the_oracle(tmp_path: Path, tp_size: int, window: int | None) -> None:
+    """The window in all layers."""
+    folder = make_tiny(
+        tmp_path, "qwen2", use_sliding_window=window is not None, sliding_window=window, max_window_layers=0
+    )
     oracle = LiftedOracle(folder)
     expected = [oracle.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
     for tokens, logits in run_group(tp_size, greedy_batch(folder, PROMPTS, NUM_TOKENS)):
