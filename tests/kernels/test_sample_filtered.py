@@ -35,6 +35,10 @@ OPTIONS = [
     (0.0, 5, 0.9, 0.1),
     (1.5, 0, 0.9, 0.0),
     (1.5, 50, 0.8, 0.3),
+    (0.7, 200, 1.0, 0.0),  # to where weights are tiny
+    (0.7, 0, 1.0, 1e-5),
+    (0.4, 250, 0.99999999, 0.0),
+    (0.3, 0, 0.99999999, 0.0),
 ]
 
 
@@ -133,8 +137,8 @@ def test_infinite_logits_and_zeros_of_both_signs(library: Library[SampleFiltered
     nan, inf = math.nan, math.inf
     rows = [[-inf, nan, -inf, nan], [nan, inf, 1, inf], [-0.0, 0.0, -0.0, -1], [nan, -inf, -5, nan]]
     logits = torch.tensor(rows).bfloat16().to(device)
-    for top_k, top_p in ((2, 1.0), (0, 0.5), (3, 0.6)):
-        options = [(1.0, top_k, top_p, 0.0)] * 4
+    for own in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 3, 0.6, 0.0), (0.1, 0, 1.0, 0.5)):
+        options = [own] * 4
         expected = sample_filtered(logits.cpu(), *option_tensors(options, "cpu"), library=REFERENCE)
         chosen = sample_filtered(logits, *option_tensors(options, device), library=library)
         assert chosen.tolist() == expected.tolist()
@@ -162,7 +166,14 @@ def test_a_real_vocabulary_in_a_captured_graph(dtype: torch.dtype) -> None:
 
 def test_ahead_of_time_loads_are_wide() -> None:
     options = {"temperature": "*fp64", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp64"}
-    types = {"logits": "*bf16", **options, "counts": "*i32", "num_columns": "i32:16", "row_stride": "i32:16"}
+    types = {
+        "logits": "*bf16",
+        **options,
+        "counts": "*i32",
+        "sums": "*i64",
+        "num_columns": "i32:16",
+        "row_stride": "i32:16",
+    }
     made = compile_ahead(_count, types | {"part_len": "i32:16"}, {"BLOCK": 1024}, num_warps=4)
     assert "ld.global.v4.b32" in made.asm["ptx"] and made.spilled_bytes == 0
     made = compile_ahead(_find_cuts, types | {"cut_values": "*fp64", "last_ties": "*i32"}, {"TILE": 4096}, num_warps=8)
