@@ -2,14 +2,12 @@
 
     python -m benchmarks.bench_quantize
 
-Peer: the reference under torch.compile, for the sizes in `PEER_TOKENS` x `PEER_HIDDEN` (a compilation each). Bound:
-torch's plain cast to E4M3, without scales. The floor counts each byte of input, data and scales once, as a copy.
+Peer: the reference under torch.compile, in `PEER_CASES` (a compilation each). Bound: torch's plain cast to E4M3,
+without scales. The floor counts each byte of input, data and scales once, as a copy.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -20,12 +18,10 @@ from dist_infer.kernels.dispatch import Target, resolve
 from dist_infer.kernels.quantize import LIBRARIES, QuantFormat
 from dist_infer.kernels.reference import quantize as reference
 
-TOKENS = (1, 4, 16, 64, 128, 129, 512, 1024, 4096)
+TOKENS = (1, 4, 16, 128, 129, 1024, 4096)
 HIDDEN = (6144, 7168)
-PEER_TOKENS = (1, 16, 128, 4096)
-PEER_HIDDEN = (6144,)
-NUM_SAMPLES = 20
-NUM_COMPILERS = 12
+PEER_CASES = tuple((kind, tokens, 6144) for kind in (QuantFormat.NVFP4, QuantFormat.MXFP8) for tokens in (16, 4096))
+NUM_SAMPLES = 15
 
 Inputs = tuple[Tensor, QuantizedTensor]
 
@@ -84,22 +80,6 @@ def cases() -> Iterator[tuple[QuantFormat, int, int]]:
     yield from ((kind, tokens, hidden) for kind in QuantFormat for hidden in HIDDEN for tokens in TOKENS)
 
 
-def has_peer(tokens: int, hidden: int) -> bool:
-    return tokens in PEER_TOKENS and hidden in PEER_HIDDEN
-
-
-def compile_peer(case: tuple[QuantFormat, int, int]) -> None:
-    """In a process of its own, so that many are compiled at a time; the next process finds it in Inductor's cache."""
-    inputs = make_inputs(*case, torch.device("cuda"))
-    compiled(inputs[1])(inputs)
-
-
-def compile_peers() -> None:
-    wanted = [case for case in cases() if has_peer(case[1], case[2])]
-    with ProcessPoolExecutor(NUM_COMPILERS, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_peer, wanted))
-
-
 def measure(quant_format: QuantFormat, tokens: int, hidden: int, device: torch.device) -> Row:
     def make(_: int) -> Inputs:
         return make_inputs(quant_format, tokens, hidden, device)
@@ -115,7 +95,7 @@ def measure(quant_format: QuantFormat, tokens: int, hidden: int, device: torch.d
         "ours": ours,
         "cast": lambda inputs: [inputs[0].to(torch.float8_e4m3fn)],
     }
-    if has_peer(tokens, hidden):
+    if (quant_format, tokens, hidden) in PEER_CASES:
         candidates["torch.compile"] = compiled(out)
     num_bytes = sum(part.nbytes for part in (x, *written(out)))
     found = compare(candidates, make, device=device, bytes_per_call=num_bytes, num_samples=NUM_SAMPLES)
@@ -126,7 +106,7 @@ def measure(quant_format: QuantFormat, tokens: int, hidden: int, device: torch.d
         library=library.name,
         floor_us=floor_us(copy_bytes=num_bytes),
         peers={"torch.compile": peer.median_us} if peer else {},
-        not_run={} if peer else {"torch.compile": f"compiled for tokens {PEER_TOKENS} of {PEER_HIDDEN} only"},
+        not_run={} if peer else {"torch.compile": "compiled for a few cases only"},
         bounds={"cast": found["cast"].median_us},
     )
 
@@ -134,7 +114,6 @@ def measure(quant_format: QuantFormat, tokens: int, hidden: int, device: torch.d
 def main() -> int:
     """Measures and writes the results."""
     device = torch.device("cuda")
-    compile_peers()
     rows = []
     for case in cases():
         rows.append(measure(*case, device))

@@ -18,10 +18,10 @@ from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp
 from dist_infer.kernels.dispatch import Target, resolve
 from dist_infer.kernels.scaled_linear import LIBRARIES, WeightFormat
 
-SHAPES = ((18432, 7168), (7168, 18432), (6144, 6144))  # outputs, inputs
-FEW_TOKENS = (1, 4, 16, 32, 64)
-MANY_TOKENS = (256, 4096)
-NUM_SAMPLES = 15
+SHAPES = ((18432, 7168), (7168, 18432))  # outputs, inputs
+FEW_TOKENS = (1, 16, 32, 64)
+MANY_TOKENS = (4096,)
+NUM_SAMPLES = 10
 
 Inputs = tuple[Tensor | Fp8Tensor, QuantizedTensor, Tensor]  # x, weight, x in bfloat16
 

@@ -88,6 +88,7 @@ class Fp8Scaling(StrEnum):
     """What one float32 scale of an FP8 matrix covers."""
 
     TENSOR = "tensor"
+    ROWS = "row"
     BLOCKS_1X128 = "1x128"  # activations
     BLOCKS_128X128 = "128x128"  # weights; the last tile of rows may be cut
 
@@ -95,6 +96,8 @@ class Fp8Scaling(StrEnum):
         """Of the scales of a matrix."""
         if self is Fp8Scaling.TENSOR:
             return (1,)
+        if self is Fp8Scaling.ROWS:
+            return (rows, 1)
         return (rows if self is Fp8Scaling.BLOCKS_1X128 else -(-rows // 128), width // 128)
 
 
@@ -176,8 +179,8 @@ class Mxfp8Tensor:
 class Fp8Tensor:
     """A matrix of E4M3 values with float32 scales: value = e4m3 * scale.
 
-    Shapes: shape (M, K); data [M, K] float8_e4m3fn; scales as `scaling` says: [1], [M, K / 128] or
-    [ceil(M / 128), K / 128].
+    Shapes: shape (M, K); data [M, K] float8_e4m3fn; scales as `scaling` says: [1], [M, 1], [M, K / 128]
+    or [ceil(M / 128), K / 128].
     Errors: ValueError for parts that don't fit together, and for a width that 128 doesn't divide where blocks need it.
     """
 
@@ -223,7 +226,8 @@ def _check_width(name: str, layout: ScaleLayout, width: int, block: int) -> None
 
 
 def _check_fp8_width(scaling: Fp8Scaling, width: int) -> None:
-    if width <= 0 or (scaling is not Fp8Scaling.TENSOR and width % 128):
+    by_blocks = scaling in (Fp8Scaling.BLOCKS_1X128, Fp8Scaling.BLOCKS_128X128)
+    if width <= 0 or (by_blocks and width % 128):
         raise ValueError(f"FP8 with a scale for each {scaling.value} can't have the width {width}: 128 must divide it")
 
 

@@ -36,6 +36,7 @@ class QuantFormat(Enum):
     """A number format together with the layout of its scales."""
 
     FP8 = "fp8"  # one given scale
+    FP8_ROWS = "fp8_rows"  # a scale for each row
     FP8_BLOCK128 = "fp8_block128"  # a scale for each 128 elements of a row
     NVFP4 = "nvfp4"  # swizzled scales
     NVFP4_LINEAR = "nvfp4_linear"
@@ -54,27 +55,30 @@ class QuantFormat(Enum):
             return Nvfp4Tensor.empty(rows, width, layout, device=device, global_scale=scale)
         if scale is not None:
             raise ValueError(f"{self.value} finds its scales: it takes none")
-        if self is QuantFormat.FP8_BLOCK128:
-            return Fp8Tensor.empty(rows, width, Fp8Scaling.BLOCKS_1X128, device=device)
+        if self in (QuantFormat.FP8_ROWS, QuantFormat.FP8_BLOCK128):
+            scaling = Fp8Scaling.ROWS if self is QuantFormat.FP8_ROWS else Fp8Scaling.BLOCKS_1X128
+            return Fp8Tensor.empty(rows, width, scaling, device=device)
         return Mxfp8Tensor.empty(rows, width, layout, device=device)
 
 
 def quantize(
     x: Tensor, quant_format: QuantFormat, scale: Tensor | None = None, *, library: Library[QuantizeFunction]
 ) -> QuantizedTensor:
-    """x in another format. amax is the largest |x| of a block; NaN if one is NaN. All casts go to the nearest value,
-    ties to even, and saturate; float32 in between.
+    """x in another format.
+
+    amax is the largest |x| of a block or row; NaN if one is NaN. All casts go to the nearest value, ties to even, and
+    saturate; float32 in between.
 
     - FP8: e4m3(x * (1 / scale)).
-    - FP8_BLOCK128: scale = max(amax, 1e-10) * (1 / 448), e4m3(x * (1 / scale)).
+    - FP8_ROWS, FP8_BLOCK128: scale = max(amax, 1e-10) * (1 / 448), e4m3(x * (1 / scale)).
     - MXFP8: scale = the power of two at or above amax * (1 / 448), found on the bits; e4m3(x / scale). The byte of NaN,
       255, is never given; a block of zeros has byte 0. Byte 0 on other blocks is 2^-127, whose reciprocal the hardware
       takes for infinite: they saturate, and zeros in them become NaN.
     - NVFP4: scale = e4m3(G * (amax * rcp(6))), e2m1(x * rcp(scale * rcp(G))), zeros where scale is 0. `scale` is
       G = 448 * 6 / amax of the tensor, below 2^126; without it G = 1.
 
-    NaN and infinity: FP8 keeps NaN. A block of MXFP8 or FP8_BLOCK128 that holds one of them is read back with NaN in
-    it, an NVFP4 block with NaN as NaN only; infinity saturates in FP8 and NVFP4.
+    NaN and infinity: FP8 keeps NaN. A row or block of the other FP8 formats that holds one of them is read back with
+    NaN in it, an NVFP4 block with NaN as NaN only; infinity saturates in FP8 and NVFP4.
 
     Shapes: x [M, K], contiguous, bfloat16, float16 or float32; scale 1 element, float32.
     Errors: ValueError for an input that isn't so, and as `QuantFormat.empty` says.

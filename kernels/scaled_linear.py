@@ -19,7 +19,7 @@ ScaledLinearFunction: TypeAlias = Callable[[Tensor | Fp8Tensor, QuantizedTensor,
 class WeightFormat(Enum):
     """How a weight is quantised, and what its input must be."""
 
-    FP8 = "fp8"  # a scale a tensor; the input too
+    FP8 = "fp8"  # a scale a row, or one for all; the input the same
     FP8_BLOCK = "fp8-block"  # a scale for 128 x 128; the input has one for 1 x 128
     MXFP8 = "mxfp8"  # linear scales; the input is not quantised
     NVFP4 = "nvfp4"  # the same
@@ -72,7 +72,7 @@ def scaled_linear(
 ) -> Tensor:
     """x W^T + bias in `out_dtype`, accumulated in float32 and rounded once.
 
-    - FP8, a scale a tensor each: of two tensors' values, times both scales.
+    - FP8, a scale a tensor or a row each: of two tensors' values, times both scales.
     - FP8, input 1 x 128, weight 128 x 128: sums over 128 inputs, each times its two scales.
     - MXFP8 and NVFP4 weight, x of `out_dtype`: its dequantised values, which bfloat16 holds exactly; a global scale
       divides the sum.
@@ -95,6 +95,7 @@ def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor, out_dtype: to
     if isinstance(weight, Fp8Tensor):
         wanted = {
             Fp8Scaling.TENSOR: Fp8Scaling.TENSOR,
+            Fp8Scaling.ROWS: Fp8Scaling.ROWS,
             Fp8Scaling.BLOCKS_128X128: Fp8Scaling.BLOCKS_1X128,
             Fp8Scaling.BLOCKS_1X128: None,
         }[weight.scaling]

@@ -39,8 +39,8 @@ def quantize(x: Tensor, out: QuantizedTensor, rcp: Reciprocal = nearest_reciproc
     elif out.scaling is Fp8Scaling.TENSOR:
         out.data.copy_(to_e4m3(x.float() * (1.0 / out.scales)))
     else:
-        tile_rows = 1 if out.scaling is Fp8Scaling.BLOCKS_1X128 else FP8_BLOCK
-        data, fp8_scales = fp8_blocks(x, tile_rows)
+        tile_rows, tile_width = _tile(out)
+        data, fp8_scales = fp8_blocks(x, tile_rows, tile_width)
         out.data.copy_(data)
         out.scales.copy_(fp8_scales)
 
@@ -51,8 +51,8 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if isinstance(x, Fp8Tensor):
         scales = x.scales
         if x.scaling is not Fp8Scaling.TENSOR:
-            tile_rows = 1 if x.scaling is Fp8Scaling.BLOCKS_1X128 else FP8_BLOCK
-            scales = scales.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)
+            tile_rows, tile_width = _tile(x)
+            scales = scales.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(tile_width, 1)
         return (x.data.float() * scales).to(dtype)
     scale_bytes = row_major(x.scales, x.layout, rows, width // x.BLOCK)
     if isinstance(x, Mxfp8Tensor):
@@ -89,13 +89,20 @@ def mxfp8_values(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3(blocks * multiplier[..., None]).view(x.shape), scales.to(torch.uint8)
 
 
-def fp8_blocks(x: Tensor, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """E4M3 values [M, K] and float32 scales [ceil(M / tile_rows), K / 128] of tiles of tile_rows x 128."""
+def _tile(x: Fp8Tensor) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    if x.scaling is Fp8Scaling.ROWS:
+        return 1, x.shape[1]
+    return (1 if x.scaling is Fp8Scaling.BLOCKS_1X128 else FP8_BLOCK), FP8_BLOCK
+
+
+def fp8_blocks(x: Tensor, tile_rows: int, tile_width: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
+    """E4M3 values [M, K] and float32 scales [ceil(M / tile_rows), K / tile_width] of tiles."""
     rows, width = x.shape
     tiles_down = -(-rows // tile_rows)
     padded = torch.zeros(tiles_down * tile_rows, width, device=x.device)
     padded[:rows] = x
-    tiles = padded.view(tiles_down, tile_rows, width // FP8_BLOCK, FP8_BLOCK)
+    tiles = padded.view(tiles_down, tile_rows, width // tile_width, tile_width)
     scales = tiles.abs().amax((1, 3)).clamp(min=SMALLEST_AMAX) * torch.tensor(1 / E4M3_MAX)
     data = to_e4m3(tiles * (1.0 / scales)[:, None, :, None])
     return data.view(padded.shape)[:rows], scales

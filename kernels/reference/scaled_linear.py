@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
 from dist_infer.kernels.reference.quantize import dequantize
 
 
@@ -23,5 +23,6 @@ def scaled_mm(x: Tensor | Fp8Tensor, weight: QuantizedTensor, bias: Tensor | Non
         raise TypeError(f"scaled_mm multiplies FP8 by FP8, not {type(x).__name__} by {type(weight).__name__}")
     if x.shape[0] == 0:
         return torch.empty(0, weight.shape[0], dtype=out_dtype, device=x.data.device)
-    scales = (x.scales.view(()), weight.scales.view(()))
+    by_tensor = x.scaling is Fp8Scaling.TENSOR
+    scales = (x.scales.view(()), weight.scales.view(())) if by_tensor else (x.scales, weight.scales.t())
     return torch._scaled_mm(x.data, weight.data.t(), *scales, bias, out_dtype=out_dtype, use_fast_accum=False)

@@ -235,14 +235,19 @@ def store_row(
 ):
     """Quantise `values` [COLUMNS] and store them as columns from `first_column` of row `row`; those from WIDTH are not.
 
-    A block must not be cut: COLUMNS and first_column are multiples of its length.
+    A block must not be cut: COLUMNS and first_column are multiples of its length, and "fp8_rows" takes a whole row,
+    zero from WIDTH.
     """
-    if FORMAT == "fp8":
+    if FORMAT == "fp8" or FORMAT == "fp8_rows":
+        if FORMAT == "fp8":
+            encoded = encode_fp8(values, scale)
+        else:
+            encoded, stored = encode_fp8_blocks(tl.reshape(values, (1, COLUMNS)))
+            tl.store(scales + row + tl.arange(0, 1), stored)
         # Another shape than the caller's: a store of bytes would widen the layout in which it adds up a row
         WIDE: tl.constexpr = min(COLUMNS, 16)
-        encoded = tl.reshape(encode_fp8(values, scale), (COLUMNS // WIDE, WIDE))
         column = first_column + tl.arange(0, COLUMNS // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        tl.store(data + row * WIDTH + column, encoded, mask=column < WIDTH)
+        tl.store(data + row * WIDTH + column, tl.reshape(encoded, (COLUMNS // WIDE, WIDE)), mask=column < WIDTH)
     else:
         BLOCK: tl.constexpr = block_len(FORMAT)
         NUM_BLOCKS: tl.constexpr = COLUMNS // BLOCK
@@ -266,34 +271,49 @@ def zero_invented_rows(scales, num_rows, program, WIDTH: tl.constexpr, FORMAT: t
     tl.store(words, tl.zeros((_ZEROED_WORDS,), tl.int32), mask=(row >= num_rows) & (tile < TILES))
 
 
-# Four bytes of two E2M1 codes to four pairs of bfloat16, the low nibble's in the low half. The nibbles of a word select
-# from eight bytes: from the high bytes of the values 0 to 6, then from the low ones. A selector with its upper bit set
-# spreads the sign of the byte instead, which of 0x80 makes 0xFF: that bit is the sign.
-_FOUR_CODES = """
-    prmt.b32 h, 0x3F3F3F00, 0x40404040, m;
-    prmt.b32 l, 0xC0800000, 0xC0804000, m;
-    prmt.b32 s, 0x80808080, 0x80808080, {nibbles};
-    shl.b32 s, s, 1;
-    lop3.b32 h, s, 0x80808080, h, 0xEA;
-    prmt.b32 {low}, l, h, 0x5140;
-    prmt.b32 {high}, l, h, 0x7362;
-"""
+# A word of eight E2M1 codes, times a pair of equal multipliers, to four pairs of bfloat16: codes n and n + 4, which lie
+# half a word apart. The fields of E2M1 stand in those of bfloat16, so that a pair stands for 2^-126 of its values.
 _SPREAD_E2M1 = tl.constexpr(
-    "{ .reg .b32 m, h, l, s, u; and.b32 m, $4, 0x77777777;"
-    + _FOUR_CODES.format(nibbles="$4", low="$0", high="$1")
-    + "shr.u32 m, m, 16; shr.u32 u, $4, 16;"
-    + _FOUR_CODES.format(nibbles="u", low="$2", high="$3")
-    + "}"
+    """{ .reg .b32 t, p0, p1, p2, p3;
+    shl.b32 t, $4, 6;
+    and.b32 p0, t, 0x01C001C0;
+    shl.b32 t, $4, 12;
+    lop3.b32 p0, t, 0x80008000, p0, 0xEA;
+    shl.b32 t, $4, 2;
+    and.b32 p1, t, 0x01C001C0;
+    shl.b32 t, $4, 8;
+    lop3.b32 p1, t, 0x80008000, p1, 0xEA;
+    shr.u32 t, $4, 2;
+    and.b32 p2, t, 0x01C001C0;
+    shl.b32 t, $4, 4;
+    lop3.b32 p2, t, 0x80008000, p2, 0xEA;
+    shr.u32 t, $4, 6;
+    and.b32 p3, t, 0x01C001C0;
+    lop3.b32 p3, $4, 0x80008000, p3, 0xEA;
+    mul.rn.bf16x2 $0, p0, $5;
+    mul.rn.bf16x2 $1, p1, $6;
+    mul.rn.bf16x2 $2, p2, $7;
+    mul.rn.bf16x2 $3, p3, $8; }"""
 )
 
 
 @triton.jit
-def decode_e2m1(codes):
-    """Bytes of two E2M1 codes to their values in bfloat16: (those of the low nibbles, those of the high ones)."""
+def decode_e2m1(codes, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Packed codes [ROWS, BLOCKS, 8] times bfloat16 scales [ROWS, BLOCKS] to 2^-126 of their values: two like `codes`.
+
+    Element n of eight is entry n of four in the first one for n < 4, and entry n - 4 in the second one for the others.
+    """
     if _INTERPRETED:
-        low, high = _e2m1_value(codes & 15), _e2m1_value(codes >> 4)
+        values = tl.join(_e2m1_value(codes & 15), _e2m1_value(codes >> 4))
+        fields = tl.permute(tl.reshape(values, (ROWS, BLOCKS, 2, 2, 4)), (0, 1, 2, 4, 3))
+        low, high = tl.split(tl.reshape(fields, (ROWS, BLOCKS, 8, 2)))
+        low, high = low * scale[:, :, None], high * scale[:, :, None]
     else:
-        pairs = tl.inline_asm_elementwise(_SPREAD_E2M1, "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4)
+        bits = scale.to(tl.uint16, bitcast=True).to(tl.int32)
+        _, multipliers = tl.broadcast(codes, (bits | (bits << 16))[:, :, None])
+        pairs = tl.inline_asm_elementwise(
+            _SPREAD_E2M1, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, multipliers], dtype=tl.int32, is_pure=True, pack=4
+        )
         low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
@@ -302,7 +322,7 @@ def decode_e2m1(codes):
 @triton.jit
 def _e2m1_value(code):
     field = (code & 7).to(tl.float32)
-    size = tl.where(field < 4, field * 0.5, tl.where(field < 6, field - 2, 2 * field - 8))
+    size = tl.where(field < 4, field * 0.5, tl.where(field < 6, field - 2, 2 * field - 8)) * _TINY
     return tl.where(code >= 8, -size, size).to(tl.bfloat16)
 
 

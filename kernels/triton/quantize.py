@@ -90,6 +90,14 @@ def quantize_elements(x, data, scale, total, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
+def quantize_rows(x, data, scales, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    values = tl.load(x + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    number_formats.store_row(values, row, data, scales, None, WIDTH, "fp8_rows", TILE)
+
+
+@triton.jit
 def reciprocals(x, out, total, ELEMENTS: tl.constexpr):
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     tl.store(out + at, number_formats.reciprocal(tl.load(x + at, mask=at < total, other=1.0)), mask=at < total)
@@ -108,6 +116,11 @@ def quantize(x: Tensor, out: QuantizedTensor) -> None:
         quantize_elements[(triton.cdiv(x.numel(), elements),)](
             x, out.data, out.scales, x.numel(), ELEMENTS=elements, num_warps=2 * NUM_WARPS
         )
+        return
+    if isinstance(out, Fp8Tensor) and out.scaling is Fp8Scaling.ROWS:
+        tile = triton.next_power_of_2(width)
+        num_warps = min(16, max(1, tile // 512))
+        quantize_rows[(rows,)](x, out.data, out.scales, WIDTH=width, TILE=tile, num_warps=num_warps)
         return
     name, block, swizzled = kernel_format(out)
     scale = out.global_scale if isinstance(out, Nvfp4Tensor) else None
@@ -129,7 +142,8 @@ def quantize(x: Tensor, out: QuantizedTensor) -> None:
 def kernel_format(out: QuantizedTensor) -> tuple[str, int, bool]:
     """FORMAT of the device functions, elements of a block, whether the scales are swizzled (they may be padded)."""
     if isinstance(out, Fp8Tensor):
-        return ("fp8" if out.scaling is Fp8Scaling.TENSOR else "fp8_block128"), 128, False
+        names = {Fp8Scaling.TENSOR: "fp8", Fp8Scaling.ROWS: "fp8_rows"}
+        return names.get(out.scaling, "fp8_block128"), 128, False
     swizzled = out.layout is ScaleLayout.SWIZZLED_128X4
     name = "nvfp4" if isinstance(out, Nvfp4Tensor) else "mxfp8"
     return (name if swizzled else f"{name}_linear"), out.BLOCK, swizzled

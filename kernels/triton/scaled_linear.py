@@ -4,6 +4,9 @@ The weight is the left operand, so that its rows fill the matrix units however f
 of a row, from each of four threads, the elements 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of every 16: single bytes or less of
 a quantised weight. The products of a step may be added up in any order, so the inputs change places: thread c takes
 TILE_K / 4 neighbours of the weight, which lie in words, and `in_threads` moves the activations accordingly.
+
+An NVFP4 weight is multiplied as 2^-16 of itself: so its codes, as they come out of a word (2^-126 of their values), and
+its scales can be multiplied at once without leaving the range of bfloat16. The sums are multiplied by 2^16.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -15,14 +18,31 @@ from torch import Tensor
 from dist_infer.kernels.carriers import Fp8Tensor, Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton.number_formats import decode_e2m1, ue8m0_value
 
-_NUM_SMS = 132
+_TILE_K = 128
+_TWO_TO_110 = tl.constexpr(2.0**110)
+_FEW_TOKENS = 64  # up to here K is split, so that there are enough programs
+_PROGRAMS = 6 * 132  # that work at a time on an H200, or more
 
 
 @triton.jit
-def in_threads(matrix, ROWS: tl.constexpr, TILE_K: tl.constexpr):
-    """Column TILE_K / 4 c + 4 j + 2 h + e of a matrix in any shape as column 16 j + 8 h + 2 c + e of [ROWS, TILE_K]."""
-    fields = tl.reshape(matrix, (ROWS, 4, TILE_K // 16, 2, 2))
-    return tl.reshape(tl.permute(fields, (0, 2, 3, 1, 4)), (ROWS, TILE_K))
+def in_threads(matrix, ROWS: tl.constexpr, TILE_K: tl.constexpr, FORMAT: tl.constexpr):
+    """Column TILE_K / 4 c + 4 j + 2 h + e of a matrix in any shape as column 16 j + 8 h + 2 c + e of [ROWS, TILE_K].
+
+    For NVFP4, whose pairs are four elements apart, column TILE_K / 4 c + 8 q + 4 e + 2 j + h as column
+    32 q + 16 j + 8 h + 2 c + e.
+    """
+    if FORMAT == "nvfp4":
+        fields = tl.permute(tl.reshape(matrix, (ROWS, 4, TILE_K // 32, 2, 2, 2)), (0, 2, 4, 5, 1, 3))
+    else:
+        fields = tl.permute(tl.reshape(matrix, (ROWS, 4, TILE_K // 16, 2, 2)), (0, 2, 3, 1, 4))
+    return tl.reshape(fields, (ROWS, TILE_K))
+
+
+@triton.jit
+def pairs_in_threads(low, high, ROWS: tl.constexpr, TILE_K: tl.constexpr):
+    """What `decode_e2m1` gives, in the order that `in_threads` brings NVFP4's inputs to."""
+    fields = tl.permute(tl.reshape(tl.join(low, high), (ROWS, 4, TILE_K // 32, 4, 2)), (0, 2, 3, 1, 4))
+    return tl.reshape(fields, (ROWS, TILE_K))
 
 
 @triton.jit
@@ -64,21 +84,23 @@ def multiply_dequantized(
             block = first // 16 + tl.arange(0, TILE_K // 16)
             codes = tl.load(data + row[:, None] * (K // 2) + byte[None, :], mask=byte[None, :] < K // 2, other=0)
             scale = tl.load(scales + row[:, None] * (K // 16) + block[None, :], mask=block[None, :] < K // 16, other=0)
-            scale = scale.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-            low, high = decode_e2m1(tl.reshape(codes, (TILE_N, TILE_K // 16, 8)))
-            weight = tl.join(low * scale[:, :, None], high * scale[:, :, None])
+            scale = (scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _TWO_TO_110).to(tl.bfloat16)
+            low, high = decode_e2m1(tl.reshape(codes, (TILE_N, TILE_K // 16, 8)), scale, TILE_N, TILE_K // 16)
+            weight = pairs_in_threads(low, high, TILE_N, TILE_K)
         elif FORMAT == "mxfp8":
             block = first // 32 + tl.arange(0, TILE_K // 32)
             codes = tl.load(data + row[:, None] * K + column[None, :], mask=within[None, :], other=0.0)
             scale = tl.load(scales + row[:, None] * (K // 32) + block[None, :], mask=block[None, :] < K // 32, other=0)
             scale = ue8m0_value(scale)
             codes = tl.reshape(codes, (TILE_N, TILE_K // 32, 32))
-            weight = (codes.to(tl.float32) * scale[:, :, None]).to(tl.bfloat16)
+            weight = in_threads((codes.to(tl.float32) * scale[:, :, None]).to(tl.bfloat16), TILE_N, TILE_K, FORMAT)
         else:
             weight = tl.load(data + row[:, None] * K + column[None, :], mask=within[None, :], other=0.0)
-        weight = in_threads(weight, TILE_N, TILE_K)
-        values = tl.trans(in_threads(tl.trans(values), TILE_T, TILE_K))
+            weight = in_threads(weight, TILE_N, TILE_K, FORMAT)
+        values = tl.trans(in_threads(tl.trans(values), TILE_T, TILE_K, FORMAT))
         sums = tl.dot(weight, values, sums, input_precision="ieee")
+    if FORMAT == "nvfp4":
+        sums *= 65536.0
     at = token.to(tl.int64)[None, :] * num_outputs + output[:, None]
     inside = is_output[:, None] & is_token[None, :]
     if K_SPLIT < K:
@@ -176,9 +198,10 @@ def multiply(
     if num_tokens == 0 or num_outputs == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    tile_n, tile_k, split_len = split_of(num_outputs, width)
-    num_splits = triton.cdiv(width, split_len)
     tile_t = min(128, max(16, triton.next_power_of_2(num_tokens)))
+    tile_n, num_warps = (64, 4) if tile_t <= 16 else (128, 8)  # more tokens are read again by fewer programs
+    split_len = split_of(num_outputs, width) if num_tokens <= _FEW_TOKENS else width
+    num_splits = triton.cdiv(width, split_len)
     parts = out if num_splits == 1 else torch.empty(num_splits, num_tokens, num_outputs, device=x.device)
     multiply_dequantized[(triton.cdiv(num_outputs, tile_n), triton.cdiv(num_tokens, tile_t), num_splits)](
         x,
@@ -195,9 +218,9 @@ def multiply(
         FORMAT=quant_format,
         TILE_N=tile_n,
         TILE_T=tile_t,
-        TILE_K=tile_k,
-        num_stages=4 if tile_t <= 64 else 3,
-        num_warps=4,
+        TILE_K=_TILE_K,
+        num_stages=4 if tile_t <= 16 else 3,
+        num_warps=num_warps,
     )
     if num_splits > 1:
         grid = (triton.cdiv(out.numel(), 1024),)
@@ -205,15 +228,13 @@ def multiply(
     return out
 
 
-def split_of(num_outputs: int, width: int) -> tuple[int, int, int]:
-    """Outputs of a tile, inputs of a step, inputs of a program: functions of the weight's shape alone.
+def split_of(num_outputs: int, width: int) -> int:
+    """Inputs that a program adds up, at least a thousand: a function of the weight's shape alone.
 
-    So a token's sums are added up in the same order whatever its company.
+    So a token's sums are added up in the same order in any company of up to `_FEW_TOKENS`.
     """
-    tile_n, tile_k = 64, 128
-    programs = triton.cdiv(num_outputs, tile_n)
-    num_splits = max(1, min(_NUM_SMS // programs, width // (4 * tile_k)))
-    return tile_n, tile_k, triton.cdiv(triton.cdiv(width, num_splits), tile_k) * tile_k
+    num_splits: int = max(1, min(round(_PROGRAMS / triton.cdiv(num_outputs, 64)), width // 1024))
+    return -(-width // (num_splits * _TILE_K)) * _TILE_K
 
 
 def block_linear(x: Tensor | Fp8Tensor, weight: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

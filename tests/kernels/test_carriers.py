@@ -26,6 +26,7 @@ def test_sizes_of_scale_buffers() -> None:
     assert ScaleLayout.SWIZZLED_128X4.num_bytes(1, 4) == 512 and ScaleLayout.LINEAR.num_bytes(1, 4) == 4
     assert ScaleLayout.SWIZZLED_128X4.num_bytes(129, 8) == 2048 and ScaleLayout.SWIZZLED_128X4.num_bytes(0, 8) == 0
     assert Fp8Scaling.TENSOR.scales_shape(5, 256) == (1,)
+    assert Fp8Scaling.ROWS.scales_shape(5, 256) == (5, 1)
     assert Fp8Scaling.BLOCKS_1X128.scales_shape(5, 256) == (5, 2)
     assert Fp8Scaling.BLOCKS_128X128.scales_shape(576, 256) == (5, 2)
 

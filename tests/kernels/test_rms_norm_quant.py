@@ -129,20 +129,17 @@ def test_what_does_not_fit_is_refused() -> None:
         rms_norm_quant(x, weight[1:], EPS, None, QuantFormat.MXFP8_LINEAR, with_norm=True, library=LIBRARIES[-1])
 
 
-@pytest.mark.parametrize("quant_format", [QuantFormat.FP8, QuantFormat.NVFP4], ids=lambda chosen: chosen.value)
+@pytest.mark.parametrize("quant_format", [QuantFormat.FP8_ROWS, QuantFormat.NVFP4], ids=lambda chosen: chosen.value)
 def test_a_row_is_added_up_in_the_layout_of_the_norm_alone(quant_format: QuantFormat) -> None:
     """So the order of additions is the same: that of a row's sum is the first reduction of both kernels."""
     pointers = dict.fromkeys(("x", "residual", "weight", "normed", "total"), "*bf16")
-    types = pointers | {"num_tokens": "i32", "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
+    types = pointers | {"x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
     tile, num_warps = triton_norm.tile_of(2048)
     sizes = {"HIDDEN": 2048, "TILE": tile}
-    alone = compile_ahead(triton_norm._rms_norm, types, sizes | {"ROWS": 1}, num_warps=num_warps)
-    extra = {
-        "data": "*fp8e4nv" if quant_format is QuantFormat.FP8 else "*u8",
-        "scales": "*fp32" if quant_format is QuantFormat.FP8 else "*u8",
-        "scale": "*fp32",
-    }
-    constants = sizes | {"FORMAT": quant_format.value}
+    alone = compile_ahead(triton_norm._rms_norm, types, sizes | {"OVERLAP": False}, num_warps=num_warps)
+    is_fp8 = quant_format is QuantFormat.FP8_ROWS
+    extra = {"data": "*fp8e4nv" if is_fp8 else "*u8", "scales": "*fp32" if is_fp8 else "*u8", "num_tokens": "i32"}
+    constants = sizes | {"FORMAT": quant_format.value, "scale": None}
     fused = compile_ahead(triton_norm_quant.norm_and_quantize, types | extra, constants, num_warps=num_warps)
     assert layout_of_first_reduction(alone.asm["ttgir"]) == layout_of_first_reduction(fused.asm["ttgir"])
     assert "LDG.E.128" in fused.asm["sass"] and fused.spilled_bytes == 0

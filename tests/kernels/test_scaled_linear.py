@@ -102,6 +102,21 @@ def test_against_float64(weight_format: WeightFormat, library: Library[ScaledLin
         check(out, x, weight, bias)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_with_a_scale_a_row(device: str, bias: bool) -> None:
+    library = LIBRARIES[WeightFormat.FP8][-1 if device == "cpu" else 0]
+    for num_tokens, num_outputs, width in ((0, 64, 128), (1, 64, 256), (33, 144, 2048)):
+        carriers = []
+        for matrix in (normal(num_tokens, width, device), normal(num_outputs, width, device) * 0.3):
+            rows = torch.linspace(0.1, 3, len(matrix), device=device)[:, None]
+            carriers.append(Fp8Tensor.empty(len(matrix), width, Fp8Scaling.ROWS, device=matrix.device))
+            reference_quantize(matrix * rows, carriers[-1])
+        added = normal(1, num_outputs, device)[0].to(BF16) if bias else None
+        out = scaled_linear(carriers[0], carriers[1], added, out_dtype=BF16, library=library)
+        check(out, carriers[0], carriers[1], added)
+
+
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("weight_format", NARROW)
 def test_bytes_of_the_kernel_on_a_dequantised_weight(device: str, weight_format: WeightFormat) -> None:
