@@ -85,23 +85,28 @@ class AllReduce:
 
     def run(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
         """See ExpertExchange."""
+        part = self.run_part(x, topk_ids, topk_weights, experts, plan)
+        return part if self._world.size == 1 else self._world.all_reduce(part)
+
+    def run_part(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
+        """This rank's part of what `run` gives, for a caller that has the sum over the world made with what follows it.
+
+        Ranks: local.
+        """
         rows = _real_rows(x, topk_ids, topk_weights, plan.rows(0))
         parts = (self._apply(rows.slice(plan.own(0, chunk)[0]), experts) for chunk in range(plan.num_chunks))
         if plan.num_chunks == 1:
-            return self._sum(_padded(list(parts), x))
+            return _padded(list(parts), x)
         total = torch.zeros_like(x)
         for chunk, part in enumerate(parts):
             own, _ = plan.own(0, chunk)
             total[own.start : own.stop] = part
-        return self._sum(total)
+        return total
 
     def _apply(self, rows: ExpertRows, experts: Experts) -> Tensor:
         if self._holds_all:  # ids count all experts and the held ones alike
             return experts(rows.x, rows.ids, rows.weights)
         return rows.apply(experts, self._held)
-
-    def _sum(self, part: Tensor) -> Tensor:
-        return part if self._world.size == 1 else self._world.all_reduce(part)
 
 
 class ScatteredRows:

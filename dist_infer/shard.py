@@ -41,9 +41,10 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A filled model and its size. Units: bytes."""
+    """A filled model, the collectives of its group, and its size. Units: bytes."""
 
     model: Decoder
+    tp: Collectives
     parameter_bytes: int  # on this rank
     model_bytes: int  # of the whole model in this dtype
 
@@ -58,6 +59,7 @@ def plan_shard(
     Errors: UsageError naming the field of config.json, or the numbers that don't divide.
     """
     config = _within_window(parse_config(folder.config), max_model_len)
+    config = replace(config, num_token_ids=folder.num_token_ids)
     if dtype == "auto":
         dtype = config.dtype if device.type == "cuda" else "float32"
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
@@ -116,7 +118,7 @@ def load_shard(
     )
     tensor_bytes = {slot.name: prod(slot.shape) * slot.into.element_size() for slot in slots}
     model_bytes = sum(tensor_bytes.values())
-    return Shard(model=model, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
+    return Shard(model=model, tp=tp, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
 
 
 def num_kv_blocks(

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 LIMIT_S = 240.0
 PROMPTS = [[(7 * i * i + (3 + row) * i + row) % 131 for i in range(1 + 9 * row)] for row in range(6)]
 OPTIONS = ["--device", "cuda", "--dtype", "float32", "--max-num-tokens", "32", "--max-num-seqs", "5", "--seed", "1"]
+OPTIONS += ["--kv-memory-fraction", "0.05"]  # other tests may run on the GPU meanwhile
 TWO_RANKS = [["--tp", "2"], ["--tp", "2", "--ep", "1"], ["--dp", "2"], ["--dp", "2", "--ep", "1"]]
 
 

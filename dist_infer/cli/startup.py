@@ -16,8 +16,10 @@ from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
 from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.peer_collectives import open_peer_collectives
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture, default_sizes
+from dist_infer.kernels.dispatch import Target
 from dist_infer.launch.world import World
 from dist_infer.sampler import Sampler
 from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
@@ -69,13 +71,17 @@ def load_model(
     Ranks: collective over the world.
     """
     communicators = world.communicators(plan.mesh)
+    tp = communicators.tp
+    if plan.device.type == "cuda":
+        target = Target(device=plan.device, dtype=plan.dtype)
+        tp = open_peer_collectives(tp, target, max_tokens=options.max_num_tokens, hidden=plan.config.hidden_size)
     return stage(
         world,
         "load the model",
         lambda: load_shard(
             plan,
-            communicators.tp,
-            world=communicators.world,
+            tp,
+            world=tp if plan.mesh.dp == 1 else communicators.world,
             max_moe_tokens=options.moe_max_tokens,
             uniform_routing=uniform_routing,
             dummy_seed=dummy_seed if options.load_format == "dummy" else None,
@@ -141,7 +147,7 @@ def _measure(options: EngineOptions, plan: ShardPlan, shard: Shard, world: World
     runner = stage(
         world,
         "make a runner to measure",
-        lambda: _build_runner(plan, shard, replace(limits, num_kv_blocks=1), world, sizes[-2:]),
+        lambda: _build_runner(plan, shard, replace(limits, num_kv_blocks=1), sizes[-2:]),
     )
     return stage(
         world,
@@ -165,7 +171,7 @@ def make_step_runner(
     Ranks: collective over the world.
     """
     sizes, reason = _graph_sizes(options, plan, shard, world)
-    runner = stage(world, "make the KV cache", lambda: _build_runner(plan, shard, config, world, sizes))
+    runner = stage(world, "make the KV cache", lambda: _build_runner(plan, shard, config, sizes))
     if plan.device.type != "cuda":
         return runner
     progress = world.watchdog.progress
@@ -189,7 +195,7 @@ def _graph_sizes(
 
     Ranks: collective over the world.
     """
-    reason = shard.model.graph_blocker or _sampler(plan, shard, world).graph_blocker
+    reason = shard.model.graph_blocker or _sampler(plan, shard).graph_blocker
     if plan.device.type != "cuda":
         reason = "graphs need a GPU"
     elif options.eager:
@@ -212,22 +218,22 @@ def _announce(sizes: Sequence[int], reason: str | None) -> None:
     )
 
 
-def _build_runner(
-    plan: ShardPlan, shard: Shard, config: SchedulerConfig, world: World, graph_sizes: Sequence[int]
-) -> StepRunner:
+def _build_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, graph_sizes: Sequence[int]) -> StepRunner:
     """Ranks: local."""
     return build_step_runner(
         shard.model,
         config,
         heads=plan.heads,
-        tp=world.communicators(plan.mesh).tp,
+        tp=shard.tp,
         dtype=plan.dtype,
         device=plan.device,
         graph_sizes=graph_sizes,
     )
 
 
-def _sampler(plan: ShardPlan, shard: Shard, world: World) -> Sampler:
+def _sampler(plan: ShardPlan, shard: Shard) -> Sampler:
     """Ranks: local."""
     tp = world.communicators(plan.mesh).tp
-    return Sampler.choosing(tp, shard.model.vocab_range, plan.config.vocab_size, device=plan.device, dtype=plan.dtype)
+    return Sampler.choosing(
+        tp, shard.model.vocab_range, plan.config.num_sampled_ids, device=plan.device, dtype=plan.dtype
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dist_infer.comm.collectives import SingleCollectives
-from dist_infer.comm.expert import ExpertExchange
+from dist_infer.comm.expert import AllReduce, ExpertExchange
 from dist_infer.comm.mesh import Mesh, split_range
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.config import ModelConfig, MoeConfig
@@ -142,6 +142,22 @@ class MoeLayer:
             return self._exchange.run(hidden, expert_ids, weights, self._experts_and_shared, chunks)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
         return routed if self.shared is None else routed + self.shared(hidden)
+
+    @property
+    def has_parts(self) -> bool:
+        """There is one group: what `part` gives, summed over it, is the output."""
+        return isinstance(self._exchange, AllReduce)
+
+    def part(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor:
+        """This rank's part of the output, where it has parts.
+
+        Shapes: as the output's.
+        Ranks: local.
+        """
+        if not isinstance(self._exchange, AllReduce):
+            raise ValueError("experts of several groups give sums, not parts")
+        expert_ids, weights = self.router(hidden, num_real)
+        return self._exchange.run_part(hidden, expert_ids, weights, self._experts_and_shared, chunks)
 
     def _experts_and_shared(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         routed = self.experts(hidden, expert_ids, weights)

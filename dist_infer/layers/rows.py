@@ -9,8 +9,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dist_infer.comm.all_reduce import FusedOp
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import split_sizes
+from dist_infer.comm.peer_collectives import PeerCollectives
+from dist_infer.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What a sublayer adds to the residual stream: the sum already, or this rank's part of it."""
+
+    x: Tensor
+    is_part: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,24 @@ class GroupRows:
         if self.tp.size == 1:
             return part
         return self.tp.all_reduce(part) if self.sizes is None else self.tp.reduce_scatter(part, self.sizes)
+
+    def add_norm(self, branch: Branch, residual: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        """(norm of branch + residual, branch + residual) of the rank's own rows, the branch summed where it is a part.
+
+        Where the group sums through peer memory, all of it is one kernel, byte for byte the same.
+
+        Shapes: branch [T, D] if it is a part, else [own rows, D]; residual and results [own rows, D].
+        Ranks: collective over tp, for a part.
+        """
+        if not branch.is_part or self.tp.size == 1:
+            return norm(branch.x, residual)
+        if self.sizes is None and isinstance(self.tp, PeerCollectives):
+            fused_op = FusedOp.RMS_NORM if residual is None else FusedOp.RESIDUAL_RMS_NORM
+            reduced = self.tp.reducer(branch.x, fused_op, residual=residual, weight=norm.weight, eps=norm.eps)
+            if reduced.normed is None:
+                raise ValueError(f"all_reduce: {fused_op.name} gave no norm")
+            return reduced.normed, reduced.total
+        return norm(self.reduce(branch.x), residual)
 
     def gather(self, own: Tensor) -> Tensor:
         """All rows of the group.

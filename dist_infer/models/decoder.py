@@ -20,7 +20,7 @@ from dist_infer.layers.mlp import GatedMlp
 from dist_infer.layers.moe import MoeLayer, MoeNames, check_experts
 from dist_infer.layers.norm import RmsNorm
 from dist_infer.layers.rope import RotaryAngles
-from dist_infer.layers.rows import GroupRows, plan_rows
+from dist_infer.layers.rows import Branch, GroupRows, plan_rows
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.layers.weights import WeightSlot
@@ -49,7 +49,7 @@ class _AttentionLayer(Protocol):
 class DecoderLayer:
     """One decoder layer.
 
-    The residual stream travels beside the branch output, so that each addition is fused with the norm after it.
+    The residual stream travels beside the branch output, so that each sum and addition is fused with the norm after it.
     """
 
     def __init__(
@@ -67,24 +67,26 @@ class DecoderLayer:
             self._mlp_prefix = names.block
 
     def __call__(
-        self, branch: Tensor, residual: Tensor | None, step: DecoderStep, kv: LayerCache
-    ) -> tuple[Tensor, Tensor]:
+        self, branch: Branch, residual: Tensor | None, step: DecoderStep, kv: LayerCache
+    ) -> tuple[Branch, Tensor]:
         """(branch, residual): their sum is the hidden state after this layer.
 
-        Shapes: all [R, D].
+        Shapes: residual [R, D].
         Ranks: collective over tp, and over the world where there are experts.
         """
-        normed, residual = self.attention_norm(branch, residual)
-        branch = step.rows.reduce(self.attention(step.rows.gather(normed), step.attention, kv))
-        normed, residual = self.mlp_norm(branch, residual)
+        normed, residual = step.rows.add_norm(branch, residual, self.attention_norm)
+        attended = self.attention(step.rows.gather(normed), step.attention, kv)
+        normed, residual = step.rows.add_norm(Branch(attended, is_part=True), residual, self.mlp_norm)
         return self._feed_forward(normed, step), residual
 
-    def _feed_forward(self, normed: Tensor, step: DecoderStep) -> Tensor:
+    def _feed_forward(self, normed: Tensor, step: DecoderStep) -> Branch:
         if isinstance(self.mlp, GatedMlp):
-            return step.rows.reduce(self.mlp(step.rows.gather(normed)))
+            return Branch(self.mlp(step.rows.gather(normed)), is_part=True)
         if step.chunks is None:
             raise ValueError("a layer of experts got a step without a plan of chunks")
-        return self.mlp(normed, step.chunks, step.num_real)
+        if self.mlp.has_parts:
+            return Branch(self.mlp.part(normed, step.chunks, step.num_real), is_part=True)
+        return Branch(self.mlp(normed, step.chunks, step.num_real), is_part=False)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """Tensors under `prefix`."""
@@ -150,10 +152,10 @@ class Decoder:
         Ranks: collective over tp, and over the world where there are experts.
         """
         step = self._plan(inputs)
-        branch, residual = step.rows.reduce(self.embedding(inputs.token_ids)), None
+        branch, residual = Branch(self.embedding(inputs.token_ids), is_part=True), None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             branch, residual = layer(branch, residual, step, layer_kv)
-        normed, _ = self.norm(branch, residual)
+        normed, _ = step.rows.add_norm(branch, residual, self.norm)
         return step.rows.gather(normed)
 
     def _plan(self, inputs: StepInputs) -> DecoderStep:

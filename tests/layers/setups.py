@@ -23,6 +23,7 @@ CONFIG = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(),
     attention_bias=True,
+    output_bias=True,
     mlp_bias=True,
 )
 

@@ -4,10 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_infer.comm.all_reduce import FusedAllReduce
 from dist_infer.comm.collectives import Collectives
-from dist_infer.layers.rows import plan_rows
+from dist_infer.comm.peer_collectives import PeerCollectives
+from dist_infer.kernels.dispatch import Target
+from dist_infer.layers.norm import RmsNorm
+from dist_infer.layers.rows import Branch, plan_rows
 from tests.fake_collectives import run_group
-from tests.layers.setups import random
+from tests.layers.setups import random, setup_of
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 7])
@@ -39,3 +45,44 @@ def test_whole_rows_are_gathered_without_an_exchange() -> None:
         return calls
 
     assert run_group(2, main) == [[], []]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sum_addition_and_norm(size: int, sliced: bool, with_residual: bool) -> None:
+    """Of parts, of sums, and through the one object that does all of it: the same bytes."""
+    parts = [random(5, 8, seed=rank).float() for rank in range(size)]
+    stream = random(5, 8, seed=9).float()
+
+    def main(tp: Collectives) -> list[tuple[Tensor, Tensor]]:
+        norm = RmsNorm(8, 1e-5, setup_of(tp, torch.float32))
+        norm.weight.copy_(random(8, seed=7).float())
+        rows = plan_rows(5, tp, sliced=sliced)
+        own = torch.split(stream, list(rows.sizes))[tp.rank] if rows.sizes is not None else stream
+        residual = own if with_residual else None
+        part, whole = (
+            Branch(x, is_part) for x, is_part in ((parts[tp.rank], True), (rows.reduce(parts[tp.rank]), False))
+        )
+        results = [rows.add_norm(branch, residual, norm) for branch in (part, whole)]
+        if size > 1:
+            reducer = FusedAllReduce(tp, Target(device=CPU, dtype=torch.float32))
+            peers = PeerCollectives(tp, reducer)  # type: ignore[arg-type]  # a group of threads
+            results.append(plan_rows(5, peers, sliced=sliced).add_norm(part, residual, norm))
+        return results
+
+    for results in run_group(size, main):
+        (normed, total), *others = results
+        for other_normed, other_total in others:
+            assert torch.equal(other_normed, normed)
+            assert torch.equal(other_total, total)
+
+
+def test_real_rows_of_a_slice() -> None:
+    def main(tp: Collectives) -> list[int]:
+        sliced, whole = plan_rows(5, tp, sliced=True), plan_rows(5, tp, sliced=False)
+        counts = [torch.tensor([count], dtype=torch.int32) for count in range(6)]
+        assert [int(whole.real(count)) for count in counts] == list(range(6))
+        return [int(sliced.real(count)) for count in counts]
+
+    assert run_group(2, main) == [[0, 1, 2, 3, 3, 3], [0, 0, 0, 0, 1, 2]]
