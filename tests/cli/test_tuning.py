@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_infer.cli.tuning import _tune, _write
 from dist_infer.comm.all_reduce_table import table_source
@@ -10,18 +11,19 @@ from dist_infer.comm.strategy import Strategy
 from dist_infer.errors import UsageError
 from dist_infer.launch.world import World
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 
-@pytest.mark.ranks(1, 2)
+
+@pytest.mark.ranks(2)
 def test_cpu_ranks_have_no_choice(world: World) -> None:
     with pytest.raises(UsageError, match="several ranks with a GPU each"):
         _tune((64,), 1, None, world)
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=170)
 def test_a_table_is_measured(world: World, tmp_path: Path) -> None:
-    if world.gpu_shared:
-        pytest.skip("gpu: each rank needs a GPU of its own")
     output = tmp_path / "table.py"
     assert _tune((2048,), 16, output, world) == 0
     if world.rank == 0:

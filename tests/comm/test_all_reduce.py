@@ -26,6 +26,7 @@ from dist_infer.kernels.dispatch import Target, resolve
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.launch.world import World
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 EPS = 1e-5
 CPU = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
 SCALED = (QuantFormat.FP8, QuantFormat.NVFP4, QuantFormat.NVFP4_LINEAR)
@@ -168,8 +169,7 @@ def test_ops_have_names_of_their_own() -> None:
 
 @contextmanager
 def opened_room(group: Collectives, world: World, max_tokens: int = 1000, hidden: int = 7168) -> Iterator[PeerRoom]:
-    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-        pytest.skip("gpu: each rank needs a GPU of its own")
+    assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
     room = open_peer_room(group, group.wire.group, max_tokens=max_tokens, row_bytes=2 * hidden, device=world.device)
     yield room
     room.close()
@@ -179,6 +179,7 @@ def _target(world: World) -> Target:
     return Target(device=world.device, dtype=torch.bfloat16)
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("strategy", [Strategy.GATHER, Strategy.ONE_SHOT, Strategy.TWO_SHOT])
@@ -194,6 +195,7 @@ def test_strategies_give_the_same_bytes(strategy: Strategy, group: Collectives, 
         check_op(reduce, 2, world.rank, 3, FusedOp.NONE, _target(world), 7176)
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_the_library_sums_two_ranks_alike(group: Collectives, world: World) -> None:
@@ -205,6 +207,7 @@ def test_the_library_sums_two_ranks_alike(group: Collectives, world: World) -> N
         assert (reduce(x).total == 4).all()
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_auto_follows_the_table(group: Collectives, world: World) -> None:
@@ -222,6 +225,7 @@ def test_auto_follows_the_table(group: Collectives, world: World) -> None:
             check_op(reduce, 2, world.rank, rows, FusedOp.RMS_NORM, _target(world))
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])

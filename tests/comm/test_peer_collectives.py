@@ -12,6 +12,8 @@ from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels.dispatch import Target
 from dist_infer.launch.world import World
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
+
 
 @pytest.fixture(scope="module")
 def group(world: World) -> Collectives:
@@ -35,11 +37,11 @@ def test_one_rank_needs_none(caplog: pytest.LogCaptureFixture) -> None:
     assert open_peer_collectives(alone, target, max_tokens=8, hidden=64) is alone and not caplog.text
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_all_collectives_give_the_bytes_of_the_group(group: Collectives, world: World) -> None:
-    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-        pytest.skip("gpu: each rank needs a GPU of its own")
+    assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
     target = Target(device=world.device, dtype=torch.bfloat16)
     ours = open_peer_collectives(group, target, max_tokens=64, hidden=512)
     assert isinstance(ours, PeerCollectives) and ours.rank == world.rank and ours.size == 2
@@ -55,11 +57,11 @@ def test_all_collectives_give_the_bytes_of_the_group(group: Collectives, world: 
     ours.close()
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_a_graph_holds_all_collectives(group: Collectives, world: World) -> None:
-    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-        pytest.skip("gpu: each rank needs a GPU of its own")
+    assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
     target = Target(device=world.device, dtype=torch.bfloat16)
     ours = open_peer_collectives(group, target, max_tokens=64, hidden=512)
     assert isinstance(ours, PeerCollectives) and ours.capturable

@@ -10,6 +10,7 @@ from dist_infer.comm.symmetric import NoPeerMemoryError, _attempt, _vote, open_p
 from dist_infer.comm.wire import NcclWire
 from dist_infer.launch.world import World
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 CPU = torch.device("cpu")
 
 
@@ -58,11 +59,11 @@ def test_a_long_reason_is_cut(group: Collectives) -> None:
         _vote(group, CPU, "x" * 9999)
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_peers_write_into_each_others_pieces(group: Collectives, world: World) -> None:
-    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-        pytest.skip("gpu: each rank needs a GPU of its own")
+    assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
     memory = open_peer_memory(group, group.wire.group, num_bytes=1024, device=world.device, prepare=_fill)
     assert memory.table[world.rank] == memory.memory.data_ptr() and (memory.memory == 7).all()
     assert len(set(memory.table.tolist())) == 2
@@ -75,6 +76,7 @@ def test_peers_write_into_each_others_pieces(group: Collectives, world: World) -
         memory.enter_stream()
 
 
+@two_gpus
 @pytest.mark.gpu
 @pytest.mark.ranks(2, timeout=120)
 def test_none_is_opened_while_a_graph_is_captured(group: Collectives, world: World) -> None:
