@@ -233,7 +233,6 @@ def _build_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, graph_
 
 def _sampler(plan: ShardPlan, shard: Shard) -> Sampler:
     """Ranks: local."""
-    tp = world.communicators(plan.mesh).tp
     return Sampler.choosing(
-        tp, shard.model.vocab_range, plan.config.num_sampled_ids, device=plan.device, dtype=plan.dtype
+        shard.tp, shard.model.vocab_range, plan.config.num_sampled_ids, device=plan.device, dtype=plan.dtype
     )
