@@ -6,6 +6,8 @@ gdc_launch_dependents as soon as it likes. Before gdc_wait it may read parameter
 parameters that it uses.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,14 @@ _FIRST_CAPABILITY = (9, 0)
 
 def overlaps(x: Tensor) -> bool:
     """Whether kernels on x are launched so: the constexpr OVERLAP, and the option launch_pdl of a launch."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= _FIRST_CAPABILITY
+    return x.is_cuda and _can_overlap(x.get_device())
 
 
 def may_read_early(x: Tensor) -> bool:
     """Whether a kernel on x may read parameters before it has waited."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _can_overlap(device_idx: int) -> bool:
+    return torch.cuda.get_device_capability(device_idx) >= _FIRST_CAPABILITY

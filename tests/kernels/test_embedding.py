@@ -12,7 +12,7 @@ from tests.kernels.library_cases import library_cases
 
 
 @pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
-@pytest.mark.parametrize("num_tokens", [0, 1, 63, 129])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17])
 def test_shards_add_up_to_the_whole(
     device: str, library: Library[EmbeddingFunction], dtype: torch.dtype, num_tokens: int
 ) -> None:

@@ -16,7 +16,7 @@ from tests.yardstick import check_error
 
 
 @pytest.mark.parametrize(("library", "device", "dtype"), library_cases(SQUARE_SUM_LIBRARIES))
-@pytest.mark.parametrize("num_tokens", [0, 1, 63, 129])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17])
 def test_parts_give_the_whole_norm(
     library: Library[SquareSumFunction], device: str, dtype: torch.dtype, num_tokens: int
 ) -> None:

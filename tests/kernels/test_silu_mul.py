@@ -12,7 +12,7 @@ from tests.yardstick import check_error, check_rounded_once
 
 
 @pytest.mark.parametrize(("library", "device", "dtype"), library_cases(LIBRARIES))
-@pytest.mark.parametrize(("num_tokens", "width"), [(0, 63), (1, 1), (63, 129), (129, 0)])
+@pytest.mark.parametrize(("num_tokens", "width"), [(0, 63), (1, 1), (9, 129), (129, 0)])
 def test_against_the_formula(
     device: str, library: Library[SiluMulFunction], dtype: torch.dtype, num_tokens: int, width: int
 ) -> None:
@@ -27,9 +27,8 @@ def test_against_the_formula(
     check_rounded_once(out, truth)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_ahead_of_time_loads_are_wide(dtype: str) -> None:
-    types = {"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32:16", "num_channels": "i32:16"}
+def test_ahead_of_time_loads_are_wide() -> None:
+    types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32:16", "num_channels": "i32:16"}
     made = compile_ahead(_silu_mul, types, {"BLOCK": 1024, "OVERLAP": True}, num_warps=4)
     assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
 
