@@ -29,7 +29,7 @@ from dist_infer.kernels.all_reduce import AllReduceFunction, Epilogue, PeerLayou
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.quantize import QuantFormat
 
-MAX_ONE_SHOT_BYTES = 64 << 20  # of one rank's rows; each of its peers keeps two such slots for it
+MAX_ONE_SHOT_BYTES = 64 << 20  # of one rank's rows between two ranks; each keeps two such slots for every other one
 MAX_TWO_SHOT_BYTES = 128 << 20
 _MAX_PROGRAMS = 132  # where it isn't known how many multiprocessors there are
 
@@ -97,6 +97,11 @@ class PeerRoom:
         self._memory.close()
 
 
+def max_one_shot_bytes(num_ranks: int) -> int:
+    """The largest tensor for which room is made: one shot pays with few bytes or two ranks, and slots are for each."""
+    return MAX_ONE_SHOT_BYTES // (num_ranks - 1) ** 2
+
+
 def open_peer_room(
     group: Collectives,
     process_group: dist.ProcessGroup,
@@ -106,7 +111,7 @@ def open_peer_room(
     device: torch.device,
     num_sharing: int = 1,
 ) -> PeerRoom:
-    """Room for all-reduces of up to `max_tokens` rows of `row_bytes`, or as many as MAX_*_BYTES allow.
+    """Room for all-reduces of up to `max_tokens` rows of `row_bytes`, or as many as the limits above allow.
 
     `num_sharing` ranks share each GPU: their programs wait for each other, so all must fit on it together.
 
@@ -117,7 +122,7 @@ def open_peer_room(
     layout = PeerLayout(
         num_ranks=group.size,
         row_bytes=stride,
-        one_shot_rows=max(1, min(max_tokens, MAX_ONE_SHOT_BYTES // stride)),
+        one_shot_rows=max(1, min(max_tokens, max_one_shot_bytes(group.size) // stride)),
         two_shot_rows=max(1, min(max_tokens, MAX_TWO_SHOT_BYTES // stride)),
     )
     memory = open_peer_memory(group, process_group, num_bytes=layout.num_bytes, device=device, prepare=layout.prepare)

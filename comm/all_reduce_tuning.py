@@ -33,14 +33,16 @@ def measure_table(
     Ranks: collective over the group.
     """
     ways = {strategy: FusedAllReduce(group, target, room=room, strategy=strategy) for strategy in STRATEGIES}
+    limits = {Strategy.ONE_SHOT: room.layout.one_shot_rows, Strategy.TWO_SHOT: room.layout.two_shot_rows}
     device = torch.cuda.get_device_name(target.device)
     table = {}
     for hidden in hidden_sizes:
         for fused_op in OPS:
             times = []
-            for num_tokens in (tokens for tokens in TOKENS if tokens <= room.layout.one_shot_rows):
+            for num_tokens in (tokens for tokens in TOKENS if tokens <= max(limits.values())):
                 on_progress(f"{fused_op.kind}, hidden {hidden}, {num_tokens} tokens")
-                times.append((num_tokens, _times_us(group, ways, fused_op, num_tokens, hidden, target)))
+                fitting = {strategy: way for strategy, way in ways.items() if num_tokens <= limits[strategy]}
+                times.append((num_tokens, _times_us(group, fitting, fused_op, num_tokens, hidden, target)))
             table[device, group.size, fused_op.kind, hidden] = steps_of(times)
     return table
 

@@ -12,7 +12,7 @@ from dist_infer.comm.strategy import Strategy
 from dist_infer.comm.symmetric import NoPeerMemoryError
 from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels.all_reduce import DTYPES
-from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels.dispatch import Target, on_triton
 
 _logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def open_peer_collectives(
         why = "its ranks are not GPUs of their own" if group.size > 1 else "there is one rank"
     elif target.dtype not in DTYPES:
         why = f"the sums are of {target.dtype}"
+    elif missing := on_triton(target):
+        why = missing
     else:
         try:
             room = open_peer_room(

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, PeerRoom, open_peer_room
+from dist_infer.comm.all_reduce import (
+    MAX_ONE_SHOT_BYTES,
+    FusedAllReduce,
+    FusedOp,
+    PeerRoom,
+    max_one_shot_bytes,
+    open_peer_room,
+)
 from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives, ordered_sum
 from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.strategy import Strategy, Table
@@ -162,6 +169,12 @@ def test_an_op_gets_what_it_takes_and_no_more(
 def test_ops_have_names_of_their_own() -> None:
     """Two equal values would be one op under two names."""
     assert len(FusedOp) == 15 and {op.kind for op in FusedOp} == {"none", "norm", "quant"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+def test_slots_of_one_shot_never_take_more_than_between_two_ranks(num_ranks: int) -> None:
+    assert max_one_shot_bytes(num_ranks) >= 1 << 18
+    assert 2 * (num_ranks - 1) * max_one_shot_bytes(num_ranks) <= 2 * MAX_ONE_SHOT_BYTES
 
 
 # Between two GPUs.
