@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_infer.launch import mpirun
 from tests.gpu_models import make_real_shaped
@@ -77,4 +78,15 @@ def test_two_ranks_share_the_gpu(
 ) -> None:
     answers, log = run(model, tmp_path, 2, ["--share-gpu", *layout])
     assert "the collectives between these ranks can't be captured" in log
+    assert answers == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two CUDA devices")
+@pytest.mark.parametrize("layout", TWO_RANKS[:3:2], ids=" ".join)
+def test_two_ranks_have_a_gpu_each(
+    model: Path, expected: dict[str, list[int]], tmp_path: Path, layout: list[str]
+) -> None:
+    """Collectives between GPUs are captured with the rest of a step."""
+    answers, log = run(model, tmp_path, 2, layout)
+    assert "replayed as graphs of 1, 2, 4, 5" in log
     assert answers == expected
