@@ -39,7 +39,10 @@ def measure(way: str, num_rows: int) -> Row:
     """
     temperature, top_k, top_p = WAYS[way]
     target = Target(device=DEVICE, dtype=DTYPE)
-    plain, filtered = resolve("sample", LIBRARIES, target).pick(), resolve("filter", FILTERED_LIBRARIES, target).pick()
+    plain, filtered = (
+        resolve("sample", LIBRARIES, target).pick(),
+        resolve("sample_filtered", FILTERED_LIBRARIES, target).pick(),
+    )
     heat = torch.full((num_rows,), temperature, dtype=torch.float64, device=DEVICE)
     keys = torch.arange(num_rows, device=DEVICE) * 7919
     counts = torch.full_like(keys, top_k or 0)
