@@ -101,6 +101,12 @@ class ModelConfig:
     dtype: DType = "float32"  # the checkpoint's own
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    num_token_ids: int | None = None  # those of the tokenizer; None: of the whole vocabulary
+
+    @property
+    def num_sampled_ids(self) -> int:
+        """Ids from here on pad the vocabulary: none of them is ever sampled."""
+        return min(self.vocab_size, self.num_token_ids or self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

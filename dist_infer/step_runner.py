@@ -257,5 +257,5 @@ def build_step_runner(
         )
     kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, dtype, device)
     runner = Runner(model, kv_cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=decode_inputs)
-    sampler = Sampler.choosing(tp, model.vocab_range, model.config.vocab_size, device=device, dtype=dtype)
+    sampler = Sampler.choosing(tp, model.vocab_range, model.config.num_sampled_ids, device=device, dtype=dtype)
     return StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)

@@ -1,5 +1,6 @@
 """A shard from folder to filled model, and what is refused before anything large is made."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from dist_infer.errors import CheckpointError, UsageError
 from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
 from tests.fake_collectives import run_mesh
 from tests.tiny_families import make_tiny
-from tests.tiny_models import make_tiny_llama
+from tests.tiny_models import make_tiny_llama, safetensors_torch
 
 CPU = torch.device("cpu")
 
@@ -119,6 +120,25 @@ def test_sequences_end_at_the_window_unless_asked_otherwise(tmp_path: Path) -> N
     assert [planned(some, asked) for asked in (None, 64)] == [(64, None)] * 2
     with pytest.raises(UsageError, match="65 is more than the sliding window of 64 tokens, which only some layers"):
         planned(some, 65)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_vocabulary_may_be_padded(tmp_path: Path, tie: bool) -> None:
+    """With more rows in the file than config.json says, and more of those than the tokenizer has ids."""
+    plain = make_tiny_llama(tmp_path / "plain", 4, 2, tie=tie)
+    padded = make_tiny_llama(tmp_path / "padded", 4, 2, tie=tie)
+    tensors = safetensors_torch.load_file(padded / "model.safetensors")
+    for name in ("model.embed_tokens.weight", *([] if tie else ["lm_head.weight"])):
+        tensors[name] = torch.cat([tensors[name], torch.full((5, 32), torch.nan, dtype=torch.float64)])
+    safetensors_torch.save_file(tensors, padded / "model.safetensors", metadata={"format": "pt"})
+    (padded / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 99}}}))
+    shards = [
+        load_shard(plan(folder, dtype="float64"), SingleCollectives(), on_tensor=lambda _: None)
+        for folder in (plain, padded)
+    ]
+    for one, other in zip(*(shard.model.weight_slots() for shard in shards), strict=True):
+        assert torch.equal(one.into, other.into)
+    assert [plan(folder).config.num_sampled_ids for folder in (plain, padded)] == [131, 100]
 
 
 def test_kv_blocks_by_memory(tmp_path: Path) -> None:

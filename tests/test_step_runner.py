@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from dist_infer.comm.agreement import EAGER, Decision
 from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.mesh import HeadShard
+from dist_infer.config import SchedulerConfig
 from dist_infer.sampler import Sampler
-from dist_infer.step_runner import SampledIds, StepRunner
+from dist_infer.step_runner import SampledIds, StepRunner, build_step_runner
 from dist_infer.types import Batch, BatchKind, LogitEdits, ScoreRows
 from dist_infer.upload import HostArray
 from tests.batches import Part, make_batch
 from tests.devices import DEVICES
+from tests.tiny_models import load_tiny_model, make_tiny_llama
 
 DECISION = Decision(
     step=1,
@@ -87,7 +91,7 @@ def test_a_step_samples_from_the_logits_and_remembers_the_token() -> None:
         (BatchKind.PREFILL, EAGER, True),
         (BatchKind.EXTEND, EAGER, True),
         (BatchKind.DECODE, EAGER, False),
-        ],
+    ],
 )
 def test_the_model_learns_what_the_ranks_agreed_on(kind: BatchKind, bucket: int, eager_prefill: bool) -> None:
     runner = FixedRunner(torch.tensor([[0.0, 3.0, 1.0]]))
@@ -150,3 +154,24 @@ def test_ids_arrive_on_the_host(device: str) -> None:
     assert sampled.ready()
     assert sampled.numpy().dtype == np.int64
     assert sampled.numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_padding_of_the_vocabulary_is_never_chosen(tmp_path: Path) -> None:
+    """Rows of the head that belong to no token win by far, were they asked."""
+    model = load_tiny_model(make_tiny_llama(tmp_path, 4, 2))
+    model.config = replace(model.config, num_token_ids=100)
+    model.head.weight[100:] = 100 * model.head.weight[:31]
+    limits = SchedulerConfig(max_model_len=16, max_num_seqs=4, max_num_tokens=64, block_size=16, num_kv_blocks=4)
+    runner = build_step_runner(
+        model,
+        limits,
+        heads=HeadShard(range(4), range(2)),
+        tp=SingleCollectives(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    parts = [Part(token_ids=[idx, 2, 3], start=0, pages=[idx]) for idx in range(4)]
+    batch = make_batch(parts, block_size=16)
+    batch.temperature[2:] = 5.0
+    sampled = runner.launch(runner.prepare(batch), DECISION).numpy()
+    assert len(sampled) == 4 and sampled.max() < 100

@@ -18,6 +18,7 @@ class ModelFolder:
     name: str  # what records call the model
     config: dict[str, object]
     generation_config: dict[str, object]
+    num_token_ids: int | None = None  # that the tokenizer knows: one more than its largest; None without a tokenizer
 
 
 def open_model_folder(path: str | Path, *, weights: bool = True, name: str | None = None) -> ModelFolder:
@@ -37,6 +38,7 @@ def open_model_folder(path: str | Path, *, weights: bool = True, name: str | Non
         name=name or folder.resolve().name,
         config=_read_json(config_path),
         generation_config=_read_json(folder / "generation_config.json"),
+        num_token_ids=_num_token_ids(folder / "tokenizer.json"),
     )
 
 
@@ -47,6 +49,20 @@ def _existing_folder(path: str) -> Path:
     if folder.exists():
         raise UsageError(f"{path}: is a file; {_EXPECTED}")
     raise UsageError(f"{path}: there is no such folder")
+
+
+def _num_token_ids(path: Path) -> int | None:
+    """Of a vocabulary that maps tokens to ids, or lists them in order, and the tokens added to it."""
+    tokenizer = _read_json(path)
+    if not tokenizer:
+        return None
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+    try:
+        vocabulary = model["vocab"]  # type: ignore[index]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max((*ids, *(int(token["id"]) for token in added)), default=-1)  # type: ignore[attr-defined]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: holds no vocabulary: {error!r}") from error
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -99,7 +99,7 @@ def _listed(names: list[str]) -> str:
 def _check_shapes(slots: Iterable[WeightSlot], source: TensorSource) -> None:
     for slot in slots:
         shape = source.shape(slot.name)
-        if shape != slot.shape:
+        if not slot.fits(shape):
             raise _error(slot, source, f"has shape {list(shape)}, the model needs {list(slot.shape)}")
 
 
@@ -150,7 +150,7 @@ def _overflowed(part: Tensor, into: Tensor) -> bool:
 def _compare_tied(copy: str, slots: Iterable[WeightSlot], source: TensorSource) -> None:
     """Warns when this rank's part of a repeated tensor isn't the one that is used."""
     for slot in slots:
-        same = source.shape(copy) == slot.shape
+        same = slot.fits(source.shape(copy))
         if same and slot.into.numel():
             same = torch.equal(source.read(copy, slot.take).to(slot.into), slot.into)
         if not same:

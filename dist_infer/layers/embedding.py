@@ -67,6 +67,6 @@ class VocabHead:
 
 
 def vocab_slot(name: str, vocab_size: int, held: range, weight: Tensor) -> WeightSlot:
-    """The rows `held` of a [vocabulary, hidden] tensor."""
+    """The rows `held` of a [vocabulary, hidden] tensor, which a checkpoint may pad."""
     hidden_size = weight.shape[1]
-    return WeightSlot(name, (vocab_size, hidden_size), (held, range(hidden_size)), weight)
+    return WeightSlot(name, (vocab_size, hidden_size), (held, range(hidden_size)), weight, pads_rows=True)

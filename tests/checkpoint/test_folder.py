@@ -1,5 +1,6 @@
 """What a model folder gives, and each way to be told that it isn't one."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -31,6 +32,27 @@ def test_folder_with_everything(folder: Path) -> None:
 def test_folder_with_the_least(folder: Path) -> None:
     model = open_model_folder(folder)
     assert model.generation_config == {}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "count"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 4}}}, 5),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 7, "content": "x"}]}, 8),
+        ({"model": {"vocab": [["a", -1.5], ["b", -2.0]]}, "added_tokens": [{"id": 1, "content": "b"}]}, 2),
+    ],
+)
+def test_the_tokenizer_says_how_many_ids_there_are(folder: Path, tokenizer: dict[str, object], count: int) -> None:
+    assert open_model_folder(folder).num_token_ids is None
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert open_model_folder(folder).num_token_ids == count
+
+
+@pytest.mark.parametrize("text", ["{", '{"model": {}}', '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}'])
+def test_a_tokenizer_without_a_vocabulary_is_refused(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
+        open_model_folder(folder)
 
 
 def test_absent_folder(tmp_path: Path) -> None:
