@@ -311,13 +311,13 @@ def measure(name: str) -> list[Row]:
     return rows
 
 
-def kept_rows(device: torch.device, names: list[str]) -> list[Row]:
-    """Rows of other models that the results hold."""
+def kept_rows(device: torch.device, name: str) -> list[Row]:
+    """Rows of models other than this one that the results hold."""
     path = RESULTS / f"{BENCH}-{device_name(device)}.json"
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return [Row(**row) for row in rows if row["case"].split()[0] not in names]
+    return [Row(**row) for row in rows if row["case"].split()[0] != name]
 
 
 def main() -> None:
@@ -326,13 +326,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=sorted(path.name for path in MODELS.iterdir()))
     names: list[str] = parser.parse_args().models
     device = torch.device("cuda", torch.cuda.current_device())
-    rows = kept_rows(device, names)
     for name in names:
-        rows += measure(name)
+        rows = [*kept_rows(device, name), *measure(name)]
+        path = write_results(BENCH, sorted(rows, key=lambda row: row.case), device=device)
+        sys.stdout.write(f"{path}\n")
         gc.collect()
         torch.cuda.empty_cache()
-    path = write_results(BENCH, sorted(rows, key=lambda row: row.case), device=device)
-    sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":
