@@ -3,8 +3,8 @@
 With few rows the time is that of reading the weights once. A program takes a strip of outputs and runs along all
 inputs, so that nothing is added across programs. For one row each thread multiplies what it loads; for up to sixteen
 the matrix units do, on a tile of sixteen, so that what else is in the batch doesn't change a row. These fill shared
-memory, and a next kernel that comes early only gets in their way. More rows, small matrices and inputs that don't lie
-on 16 bytes are cuBLAS's.
+memory, and a next kernel that comes early only gets in their way. More rows, small matrices, several rows of few
+outputs and what doesn't lie on 16 bytes are cuBLAS's.
 """
 
 from functools import cache
@@ -24,6 +24,7 @@ _MAX_ROWS = 16
 _MIN_WEIGHTS = 2**18
 _STRIP, _STRIP_INPUTS = 2, 1024  # outputs of a program for one row, and inputs that it takes at a time
 _TILE_OUTPUTS = 64  # of a program for several rows
+_MIN_TILE_OUTPUTS = 2048  # below that too few programs would read
 _MANY_OUTPUTS = 16384
 _LARGE_SHARED_BYTES = 170_000
 
@@ -203,7 +204,9 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
         y.stride(1) == 1 and y.stride(0) % 16 == 0 and y.data_ptr() % 16 == 0 and y.shape[1] % 16 == 0
         for y in (x, weight)
     )
-    return aligned and 0 < len(x) <= _MAX_ROWS and weight.numel() >= _MIN_WEIGHTS and x.dtype.itemsize == 2
+    is_wide = len(x) == 1 or len(weight) >= _MIN_TILE_OUTPUTS
+    fits = 0 < len(x) <= _MAX_ROWS and weight.numel() >= _MIN_WEIGHTS and x.dtype.itemsize == 2
+    return aligned and is_wide and fits
 
 
 @cache
