@@ -6,7 +6,8 @@ import random
 import pytest
 
 from dist_infer.errors import ExitCode, PeerFailedError
-from tests.protocol_world import DiedError, VotedError, World, make_request, run_world
+from tests.memory_control import DiedError, VotedError
+from tests.protocol_world import World, make_request, run_world
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]  # ranks, dp
 POINTS = ["news", "prepare", "launch", "collect", "output", "close"]

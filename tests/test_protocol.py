@@ -17,15 +17,8 @@ from dist_infer.errors import ExitCode
 from dist_infer.scheduler import Scheduler
 from dist_infer.sequences import Sequence
 from dist_infer.types import Batch, Int64Array, News, StepOutput
-from tests.protocol_world import (
-    BrokenError,
-    FakeRunner,
-    HangError,
-    MemoryControl,
-    Tokens,
-    World,
-    make_request,
-)
+from tests.memory_control import BrokenError, HangError, MemoryControl
+from tests.protocol_world import FakeRunner, Tokens, World, make_request
 
 ONE = [[make_request(0)]]
 TWO = [[make_request(0), make_request(1)]]
