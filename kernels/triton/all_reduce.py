@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_infer.kernels.all_reduce import Epilogue, PeerSpace, Reduced, empty_reduced
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor
+from dist_infer.kernels.triton.dependent_launch import overlaps
 from dist_infer.kernels.triton.number_formats import num_zeroing_programs, store_row, zero_invented_rows
 from dist_infer.kernels.triton.peer_words import (
     await_flag,
@@ -234,12 +235,12 @@ def one_shot_kernel(
     wanted = tl.arange(0, BLOCK) < VECTORS
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
+    if PDL:  # nothing is read before: what stands in front may start early too
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gains = 0.0
     if weight is not None:
         gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     local = tl.program_id(1)
     rank = first_rank + local
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
@@ -380,12 +381,12 @@ def two_shot_kernel(
     wanted = tl.arange(0, BLOCK) < VECTORS
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
+    if PDL:  # nothing is read before: what stands in front may start early too
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gains = 0.0
     if weight is not None:
         gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     local = tl.program_id(1)
     rank = first_rank + local
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
@@ -584,6 +585,6 @@ def _common(
         "FORMAT": quant_format,
         "ZEROING": zeroing,
         "PEEK": vectors_a_thread * (num_ranks - 1) <= _MAX_PEEKED,
-        "PDL": True,
+        "PDL": overlaps(x),
     }
-    return arguments, constants, {"num_warps": num_warps, "launch_pdl": True}
+    return arguments, constants, {"num_warps": num_warps, "launch_pdl": overlaps(x)}
