@@ -1,4 +1,7 @@
-"""results/*.json -> results.md: one table a benchmark and device. Run by `make results`."""
+"""results/*.json -> results.md: one table a benchmark and device; and README's table of decode steps.
+
+Run by `make results`.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+README = FOLDER.parent / "README.md"
+DECODE = FOLDER / "results" / "bench_decode-h200.json"
+BEGIN, END = "<!-- decode steps: by `make results` -->", "<!-- end of decode steps -->"
 HEADER = (
     "case",
     "ours µs",
@@ -25,6 +31,35 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = ["# Results", "Made by `make results` from results/*.json: change those, not this page."]
     parts += [_section(stem, results[stem]) for stem in sorted(results)]
     return "\n\n".join(parts) + "\n"
+
+
+def render_decode(result: Mapping[str, Any]) -> str:
+    """README's table, of the rows of bench_decode: milliseconds and the share of the floor, a model a line."""
+    figures: dict[str, dict[str, str]] = {}
+    for row in result["rows"]:
+        model, *_, size = row["case"].split()
+        share = row["floor_us"] / row["ours_us"]
+        figures.setdefault(model, {})[size] = f"{row['ours_us'] / 1e3:.3g} ms, {share:.0%}"
+    sizes = sorted({size for own in figures.values() for size in own}, key=lambda size: int(size.split("=")[1]))
+    words = {size: _words_of(size) for size in sizes}
+    lines = [_line(["bf16, dummy weights", *words.values()]), _line(["---"] * (len(sizes) + 1))]
+    lines += [_line([model, *(own.get(size, "") for size in sizes)]) for model, own in sorted(figures.items())]
+    return "\n".join(lines)
+
+
+def _words_of(size: str) -> str:
+    """`b=64` or `prefill=8192` as the head of a column."""
+    kind, number = size.split("=")
+    return f"prefill of {int(number):,} tokens" if kind == "prefill" else f"decode step, batch {number}"
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with the table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or not after:
+        raise ValueError(f"the page has no {BEGIN} followed by {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def _section(stem: str, result: Mapping[str, Any]) -> str:
@@ -66,11 +101,12 @@ def _line(cells: list[str] | tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Write the page and README's table anew."""
     files = (FOLDER / "results").glob("*.json")
     page = FOLDER / "results.md"
     page.write_text(render({path.stem: json.loads(path.read_text()) for path in files}))
-    print(f"wrote {page}")
+    README.write_text(with_table(README.read_text(), render_decode(json.loads(DECODE.read_text()))))
+    print(f"wrote {page} and the table in {README}")
 
 
 if __name__ == "__main__":

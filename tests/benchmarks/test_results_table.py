@@ -1,8 +1,11 @@
 """The page shows what the files hold, and picks the fastest peer."""
 
+import json
 from typing import Any
 
-from benchmarks.results_table import HEADER, render
+import pytest
+
+from benchmarks.results_table import BEGIN, DECODE, END, HEADER, README, render, render_decode, with_table
 
 META: dict[str, Any] = {
     "device": "NVIDIA H200",
@@ -49,3 +52,28 @@ def test_sections_are_sorted_and_say_how_they_were_made() -> None:
     assert page.index("## a-h200") < page.index("## b-cpu")
     assert "NVIDIA H200, 2026-01-31; torch 2.13.0; `python -m benchmarks.bench_rms_norm`" in page
     assert "an empty kernel takes 1.25 µs" in page
+
+
+def test_decode_steps_as_a_table_of_models() -> None:
+    rows = [
+        row(case="b bf16 tp=1 context=1024 b=64", ours_us=7000.0, floor_us=3500.0),
+        row(case="a bf16 tp=1 context=1024 b=1", ours_us=4495.2, floor_us=3340.1),
+        row(case="a bf16 tp=1 prefill=8192", ours_us=219161.0, floor_us=168190.0),
+    ]
+    assert render_decode({"rows": rows}).splitlines() == [
+        "| bf16, dummy weights | decode step, batch 1 | decode step, batch 64 | prefill of 8,192 tokens |",
+        "| --- | --- | --- | --- |",
+        "| a | 4.5 ms, 74% |  | 219 ms, 77% |",
+        "| b |  | 7 ms, 50% |  |",
+    ]
+
+
+def test_readme_has_the_table_of_the_results() -> None:
+    page = README.read_text()
+    assert with_table(page, render_decode(json.loads(DECODE.read_text()))) == page, "run `make results`"
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    assert with_table(f"x {BEGIN} old {END} y", "new") == f"x {BEGIN}\nnew\n{END} y"
+    with pytest.raises(ValueError, match="has no"):
+        with_table(f"x {BEGIN} y", "new")
