@@ -18,6 +18,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import num_blocks_for
 from dist_infer.layers.moe import check_experts
 from dist_infer.memory import free_bytes
@@ -90,16 +91,18 @@ def load_shard(
     world: Collectives | None = None,
     max_moe_tokens: int | None = None,
     uniform_routing: bool = False,
+    weight_format: WeightFormat | None = None,
     dummy_seed: int | None = None,
     on_tensor: Callable[[str], None],
 ) -> Shard:
     """Build this rank's model and fill it from the folder, or with random weights of `dummy_seed`.
 
     `world` are all ranks, which experts are dealt to; None: the group is the world. `max_moe_tokens` and
-    `uniform_routing`: see build_model.
+    `uniform_routing`: see build_model. With a `weight_format` linear layers are quantised when all is loaded.
 
     Errors: UsageError, CheckpointError naming file and tensor.
     """
+    on_loaded: list[Callable[[], int]] = []
     model = build_model(
         plan.config,
         tp=tp,
@@ -109,6 +112,8 @@ def load_shard(
         world=world,
         max_moe_tokens=max_moe_tokens,
         uniform_routing=uniform_routing,
+        weight_format=weight_format,
+        on_loaded=on_loaded,
         on_choice=lambda line: _log.debug("%s", line),
     )
     slots = list(model.weight_slots())
@@ -118,6 +123,8 @@ def load_shard(
     )
     tensor_bytes = {slot.name: prod(slot.shape) * slot.into.element_size() for slot in slots}
     model_bytes = sum(tensor_bytes.values())
+    del slots, source  # they hold the weights
+    parameter_bytes -= sum(quantize() for quantize in on_loaded)
     return Shard(model=model, tp=tp, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
 
 

@@ -1,7 +1,7 @@
 """Matrix products cut over the tensor-parallel ranks. T tokens, K inputs, N outputs.
 
 A column-parallel layer gives each rank some outputs and needs no exchange; a row-parallel one gives each rank some
-inputs, and the results must be summed. Parts may be uneven, down to nothing.
+inputs, and the results must be summed. Parts may be uneven, down to nothing. Each rank quantises its own part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dist_infer.kernels import linear as op
+from dist_infer.layers.quantized import QuantizedWeight, Quantizer, misfit
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -23,15 +24,51 @@ class OutputRows:
     held: range
 
 
+class _Product:
+    """A rank's part of a matrix and the product with it, in the dtype of the model or, once loaded, quantised."""
+
+    def __init__(self, outputs: int, inputs: int, setup: LayerSetup) -> None:
+        self.shape = (outputs, inputs)
+        self.weight = setup.empty(outputs, inputs)
+        self.quantized: QuantizedWeight | None = None
+        self._library = setup.choose("linear", op.LIBRARIES, inputs=inputs, outputs=outputs)
+        if setup.weight_format is None:
+            return
+        reason = misfit(setup.weight_format, inputs, outputs)
+        if reason is not None:
+            setup.on_choice(f"a weight {inputs} -> {outputs} isn't quantised: {reason}")
+            return
+        self._quantizer = Quantizer.choose(setup.weight_format, inputs, outputs, setup)
+        setup.on_loaded.append(self._quantize)
+
+    def _quantize(self) -> int:
+        num_bytes = self.weight.nbytes
+        self.quantized = self._quantizer(self.weight)
+        self.weight = self.weight.new_empty(0)
+        return num_bytes - self.quantized.num_bytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.quantized is not None:
+            return self.quantized(x, bias)
+        return op.linear(x, self.weight, bias, library=self._library)
+
+
 class ColumnParallelLinear:
     """Several matrices with one input, stacked: this rank's rows of each, in the order given."""
 
     def __init__(self, in_features: int, parts: Sequence[OutputRows], *, bias: bool, setup: LayerSetup) -> None:
         num_rows = sum(len(part.held) for part in parts)
         self.parts = tuple(parts)
-        self.weight = setup.empty(num_rows, in_features)
+        self._product = _Product(num_rows, in_features, setup)
         self.bias = setup.empty(num_rows) if bias else None
-        self._library = setup.choose("linear", op.LIBRARIES, inputs=in_features, outputs=num_rows)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """All rows; None once they are quantised.
+
+        Shapes: [N of this rank, K].
+        """
+        return None if self._product.quantized is not None else self._product.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's outputs.
@@ -39,18 +76,18 @@ class ColumnParallelLinear:
         Shapes: x [T, K] -> [T, N of this rank].
         Ranks: local.
         """
-        return op.linear(x, self.weight, self.bias, library=self._library)
+        return self._product(x, self.bias)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`{prefix}{part}.weight` and `.bias` of every part."""
-        in_features = self.weight.shape[1]
+        in_features = self._product.shape[1]
         start = 0
         for part in self.parts:
             rows = slice(start, start + len(part.held))
             start = rows.stop
             name = f"{prefix}{part.name}"
             yield WeightSlot(
-                f"{name}.weight", (part.total, in_features), (part.held, range(in_features)), self.weight[rows]
+                f"{name}.weight", (part.total, in_features), (part.held, range(in_features)), self._product.weight[rows]
             )
             if self.bias is not None:
                 yield WeightSlot(f"{name}.bias", (part.total,), (part.held,), self.bias[rows])
@@ -65,10 +102,9 @@ class RowParallelLinear:
     def __init__(self, total: int, held: range, out_features: int, *, bias: bool, setup: LayerSetup) -> None:
         self.total = total
         self.held = held
-        self.weight = setup.empty(out_features, len(held))
+        self._product = _Product(out_features, len(held), setup)
         self.bias = setup.empty(out_features) if bias else None
         self._adds_bias = setup.tp.rank == 0
-        self._library = setup.choose("linear", op.LIBRARIES, inputs=len(held), outputs=out_features)
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's part of the output: the sum over the ranks is the whole.
@@ -76,12 +112,12 @@ class RowParallelLinear:
         Shapes: x [T, K of this rank] -> [T, N].
         Ranks: local.
         """
-        bias = self.bias if self._adds_bias else None
-        return op.linear(x, self.weight, bias, library=self._library)
+        return self._product(x, self.bias if self._adds_bias else None)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`{prefix}weight` and `{prefix}bias`."""
-        out_features = self.weight.shape[0]
-        yield WeightSlot(f"{prefix}weight", (out_features, self.total), (range(out_features), self.held), self.weight)
+        out_features = self._product.shape[0]
+        whole = (range(out_features), self.held)
+        yield WeightSlot(f"{prefix}weight", (out_features, self.total), whole, self._product.weight)
         if self.bias is not None:
             yield WeightSlot(f"{prefix}bias", (out_features,), (range(out_features),), self.bias)

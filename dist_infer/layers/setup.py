@@ -9,6 +9,7 @@ import torch
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.kernels.dispatch import Library, Target, resolve
+from dist_infer.kernels.scaled_linear import WeightFormat
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -24,7 +25,8 @@ class LayerSetup:
     `mesh` and `world` are all ranks, over which experts are dealt; without them the group is all there is. A MoE layer
     takes `max_moe_tokens` rows of all ranks at a time, None: all of a step. `kernel_orders` holds an order for an op by
     its name (see kernels/dispatch); `on_choice` gets one line for each choice made. `uniform_routing` is for benchmarks
-    with dummy weights: routers do their work, but the experts of a row are drawn evenly.
+    with dummy weights: routers do their work, but the experts of a row are drawn evenly. Linear layers quantise their
+    weights to `weight_format` when they have been loaded: what is in `on_loaded` does it, and gives the bytes it freed.
     """
 
     tp: Collectives
@@ -37,6 +39,8 @@ class LayerSetup:
     world: Collectives | None = None
     max_moe_tokens: int | None = None
     uniform_routing: bool = False
+    weight_format: WeightFormat | None = None
+    on_loaded: list[Callable[[], int]] = field(default_factory=list)
 
     @property
     def expert_mesh(self) -> Mesh:

@@ -10,6 +10,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import DType, ModelConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.models.config_fields import Fields
 from dist_infer.models.decoder import Decoder
@@ -48,6 +49,8 @@ def build_model(
     world: Collectives | None = None,
     max_moe_tokens: int | None = None,
     uniform_routing: bool = False,
+    weight_format: WeightFormat | None = None,
+    on_loaded: list[Callable[[], int]] | None = None,
     kernel_orders: Mapping[str, str] | None = None,
     on_choice: Callable[[str], None] | None = None,
 ) -> Decoder:
@@ -55,7 +58,8 @@ def build_model(
 
     `mesh` and `world` are those of the whole job, which experts are dealt to; without them the tp group is all there
     is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step. `uniform_routing`
-    deals rows to experts evenly, for benchmarks with dummy weights.
+    deals rows to experts evenly, for benchmarks with dummy weights. Whoever asks for a `weight_format` calls what is in
+    `on_loaded` after the load: it quantises the linear layers.
 
     Ranks: local; every rank builds its own.
     Errors: UsageError for a layout that the model can't be cut into, and for a wrong kernel order.
@@ -70,6 +74,8 @@ def build_model(
         world=world,
         max_moe_tokens=max_moe_tokens,
         uniform_routing=uniform_routing,
+        weight_format=weight_format,
+        on_loaded=[] if on_loaded is None else on_loaded,
     )
     return Decoder(config, setup, FAMILIES[config.architecture].moe_names)
 

@@ -13,7 +13,6 @@ Reciprocal: TypeAlias = Callable[[Tensor], Tensor]
 E4M3_MAX = 448.0
 FP8_BLOCK = 128
 SMALLEST_AMAX = 1e-10  # of an FP8 block: below it the reciprocal of the scale would leave float32
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -57,11 +56,8 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     scale_bytes = row_major(x.scales, x.layout, rows, width // x.BLOCK)
     if isinstance(x, Mxfp8Tensor):
         return (blocks_of(x.data.float(), x.BLOCK) * ue8m0_values(scale_bytes)[..., None]).to(dtype).view(rows, width)
-    table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], device=x.data.device)
-    codes = torch.stack([x.data & 15, x.data >> 4], -1).long()
-    values = (
-        blocks_of(table[codes].view(rows, width), x.BLOCK) * scale_bytes.view(torch.float8_e4m3fn).float()[..., None]
-    )
+    codes = torch.stack([x.data & 15, x.data >> 4], -1).view(rows, width)
+    values = blocks_of(e2m1_values(codes), x.BLOCK) * scale_bytes.view(torch.float8_e4m3fn).float()[..., None]
     if x.global_scale is not None:
         values = values / x.global_scale
     return values.to(dtype).view(rows, width)
@@ -129,6 +125,13 @@ def e2m1_codes(x: Tensor, multiplier: Tensor) -> Tensor:
     # [0, 2): codes 0 to 4 are halves; [2, 4): 4 to 6 are ones; [4, 6]: 6 and 7 are twos
     code = (size / step).round() + torch.where(size < 2, 0.0, torch.where(size < 4, 2.0, 4.0))
     return code.to(torch.uint8) | torch.where(x.signbit(), 8, 0).to(torch.uint8)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """What codes stand for, in float32."""
+    size = (codes & 7).float()
+    size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
+    return torch.where(codes >= 8, -size, size)
 
 
 def ue8m0_above(x: Tensor) -> Tensor:
