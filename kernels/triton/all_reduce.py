@@ -13,156 +13,25 @@ from torch import Tensor
 from dist_infer.kernels.all_reduce import Epilogue, PeerSpace, Reduced, empty_reduced
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor
 from dist_infer.kernels.triton.dependent_launch import overlaps
-from dist_infer.kernels.triton.number_formats import num_zeroing_programs, store_row, zero_invented_rows
-from dist_infer.kernels.triton.peer_words import (
-    await_flag,
-    clear_words,
-    load_words,
-    peek_words,
-    publish,
-    push_words,
-    sendable,
-    settle_words,
-    unpack_row,
-)
+from dist_infer.kernels.triton.number_formats import num_zeroing_programs
+from dist_infer.kernels.triton.peer_words import await_flag, load_words, peek_words, publish, push_words, unpack_row
 from dist_infer.kernels.triton.quantize import kernel_format
-from dist_infer.kernels.triton.rms_norm import row_scale, tile_of
+from dist_infer.kernels.triton.reduced_rows import (
+    finish_row,
+    int32_at,
+    load_residual,
+    row_sum,
+    sent_words,
+    slot_of,
+    zero_rest,
+)
+from dist_infer.kernels.triton.rms_norm import tile_of
 
 _AHEAD = 1  # rows that a program has sent before it reads the first, where it has several
 _MAX_PEEKED = 8  # vectors of a thread that it asks for before it waits for the first
 _MAX_TILE = 4
 _SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "num_rows")  # what differs from call to call
 _NUM_SMS = 128  # roughly: what a tile is made for
-
-
-@triton.jit
-def _sent_words(address, wanted):
-    """A row of this rank as its peers get it."""
-    word_0, word_1, word_2, word_3 = load_words(address, wanted)
-    return sendable(word_0), sendable(word_1), sendable(word_2), sendable(word_3)
-
-
-@triton.jit
-def _chosen(first, condition, second):
-    """Word by word."""
-    return (
-        tl.where(condition, first[0], second[0]),
-        tl.where(condition, first[1], second[1]),
-        tl.where(condition, first[2], second[2]),
-        tl.where(condition, first[3], second[3]),
-    )
-
-
-@triton.jit
-def _slot_of(source, owner):
-    """The place of a rank among the others of `owner`."""
-    return tl.where(source < owner, source, source - 1)
-
-
-@triton.jit
-def _int32_at(address):
-    return address.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _row_sum(
-    own,
-    start,
-    slot_bytes,
-    lanes,
-    wanted,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PEEK: tl.constexpr,
-    SETTLE: tl.constexpr,
-):
-    """The sum over the ranks in rank order, from +0.0, rounded once.
-
-    `start` is the row in the first slot: the others' rows stand in slots in rank order, the own row isn't there. With
-    SETTLE the words are their own flags, and what has been read is marked as empty for a later call.
-    """
-    peeked = ()
-    if PEEK:
-        for slot in tl.static_range(NUM_RANKS - 1):
-            peeked += (peek_words(start + slot * slot_bytes + lanes, wanted),)  # type: ignore[assignment]
-    total = tl.zeros_like(unpack_row(own, DTYPE))
-    previous = own
-    for source in tl.static_range(NUM_RANKS):
-        words = own
-        if source > 0:
-            words = _chosen(previous, source > rank, words)
-        if source < NUM_RANKS - 1:
-            address = start + source * slot_bytes + lanes
-            current = peeked[source] if PEEK else peek_words(address, wanted)
-            if SETTLE:
-                current = settle_words(address, current)
-                clear_words(address, wanted)
-            words = _chosen(current, source < rank, words)
-            previous = current
-        total += unpack_row(words, DTYPE)
-    return total.to(DTYPE)
-
-
-@triton.jit
-def _load_residual(residual, row, columns, inside, HIDDEN: tl.constexpr):
-    added = 0.0
-    if residual is not None:
-        added = tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0)
-    return added
-
-
-@triton.jit
-def _laid_out_as(row, loaded):
-    """`row` unchanged, spread over the threads as `loaded` is, so that row_scale adds in its promised order.
-
-    It has a 0 added to its bits that comes from `loaded`, as only the last compiler pass can see.
-    """
-    UNSIGNED: tl.constexpr = tl.uint32 if row.dtype.primitive_bitwidth == 32 else tl.uint16
-    zero = (loaded.to(tl.float32).to(tl.uint32, bitcast=True) << 1) & 1
-    return (row.to(UNSIGNED, bitcast=True) | zero.to(UNSIGNED)).to(row.dtype, bitcast=True)
-
-
-@triton.jit
-def finish_row(
-    summed,
-    added,
-    gains,
-    residual,
-    weight,
-    total_out,
-    norm_out,
-    data,
-    scales,
-    scale,
-    row,
-    columns,
-    inside,
-    eps,
-    HIDDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """What follows the sum of a row; every step reads what the one before it has rounded."""
-    total = summed
-    if residual is not None:
-        total = (summed.to(tl.float32) + added.to(tl.float32)).to(summed.dtype)
-    tl.store(total_out + row * HIDDEN + columns, total, mask=inside)
-    if weight is not None:
-        wide = _laid_out_as(total, gains).to(tl.float32)
-        normed = (wide * row_scale(wide, eps, HIDDEN) * gains).to(total.dtype)
-        if norm_out is not None:
-            tl.store(norm_out + row * HIDDEN + columns, normed, mask=inside)
-        if FORMAT is not None:
-            store_row(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
-
-
-@triton.jit
-def _zero_rest(scales, num_rows, HIDDEN: tl.constexpr, FORMAT: tl.constexpr, ZEROING: tl.constexpr):
-    """Scales of rows that don't exist, by the last programs: the first ones have most rows."""
-    if ZEROING > 0:
-        for group in range(tl.num_programs(0) - 1 - tl.program_id(0), ZEROING, tl.num_programs(0)):
-            zero_invented_rows(scales, num_rows, group, HIDDEN, FORMAT)
 
 
 @triton.jit
@@ -182,11 +51,11 @@ def _push_row(
 ):
     """Write a row of this rank into its slot of every peer; gives back its words."""
     row = row.to(tl.int64)
-    words = _sent_words(x_start + row * ROW_BYTES + lanes, wanted)
-    parity = tl.load(_int32_at(space + row * 4), volatile=True)
+    words = sent_words(x_start + row * ROW_BYTES + lanes, wanted)
+    parity = tl.load(int32_at(space + row * 4), volatile=True)
     for step in tl.static_range(1, NUM_RANKS):
         peer = (rank + step) % NUM_RANKS
-        slot = parity * (NUM_RANKS - 1) + _slot_of(rank, peer)
+        slot = parity * (NUM_RANKS - 1) + slot_of(rank, peer)
         push_words(tl.load(table + peer) + slots + slot * slot_bytes + row * row_stride + lanes, wanted, words)
     return words
 
@@ -267,7 +136,7 @@ def one_shot_kernel(
                 )
     for row in range(program, num_rows, num_programs):
         # Asked for first: behind what goes over the wire it would come late.
-        added = _load_residual(residual, tl.cast(row, tl.int64), columns, inside, HIDDEN)
+        added = load_residual(residual, tl.cast(row, tl.int64), columns, inside, HIDDEN)
         if AHEAD > 0:
             ahead = row + AHEAD * num_programs
             if ahead < num_rows:
@@ -285,16 +154,16 @@ def one_shot_kernel(
                     NUM_RANKS,
                     ROW_BYTES,
                 )
-            own = _sent_words(x_start + tl.cast(row, tl.int64) * ROW_BYTES + lanes, wanted)
+            own = sent_words(x_start + tl.cast(row, tl.int64) * ROW_BYTES + lanes, wanted)
         else:
             own = _push_row(
                 x_start, table, space, slots, slot_bytes, row_stride, row, rank, lanes, wanted, NUM_RANKS, ROW_BYTES
             )
         row = tl.cast(row, tl.int64)
-        turn_of_row = _int32_at(space + row * 4)
+        turn_of_row = int32_at(space + row * 4)
         parity = tl.load(turn_of_row, volatile=True)
         start = space + slots + parity * (NUM_RANKS - 1) * slot_bytes + row * row_stride
-        summed = _row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, True)
+        summed = row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, True)
         finish_row(
             summed,
             added,
@@ -316,7 +185,7 @@ def one_shot_kernel(
         )
         tl.debug_barrier()  # all warps have read the turn
         tl.store(turn_of_row, 1 - parity)
-    _zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)
+    zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)
 
 
 @triton.jit
@@ -328,7 +197,7 @@ def _first_row(rank, num_rows, NUM_RANKS: tl.constexpr):
 @triton.jit
 def _next_epoch(space, counters, idx):
     """How often this tile has been used, with this call; the caller writes it back when all warps have read it."""
-    counter = _int32_at(space + counters + idx.to(tl.int64) * 4)
+    counter = int32_at(space + counters + idx.to(tl.int64) * 4)
     return counter, tl.load(counter, volatile=True) + 1
 
 
@@ -408,11 +277,11 @@ def two_shot_kernel(
     for step in tl.static_range(1, NUM_RANKS):
         peer = (rank + step) % NUM_RANKS
         peer_space = tl.load(table + peer)
-        slot = _slot_of(rank, peer)
+        slot = slot_of(rank, peer)
         first = _first_row(peer, num_rows, NUM_RANKS)
         end = _first_row(peer + 1, num_rows, NUM_RANKS)
         for tile in range(program, tl.cdiv(end - first, ROWS), num_programs):
-            counter, epoch = _next_epoch(space, counters, _slot_of(peer, rank) * max_tiles + tile)
+            counter, epoch = _next_epoch(space, counters, slot_of(peer, rank) * max_tiles + tile)
             for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
                 words = load_words(x_start + (first + part_row).to(tl.int64) * ROW_BYTES + lanes, wanted)
                 part = peer_space + parts + slot * part_bytes + tl.cast(part_row, tl.int64) * row_stride
@@ -428,10 +297,10 @@ def two_shot_kernel(
             await_flag(space + flags + (source * max_tiles + tile).to(tl.int64) * 4, epoch)
         for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
             row = (first + part_row).to(tl.int64)
-            added = _load_residual(residual, row, columns, inside, HIDDEN)
+            added = load_residual(residual, row, columns, inside, HIDDEN)
             words = load_words(x_start + row * ROW_BYTES + lanes, wanted)
             start = space + parts + tl.cast(part_row, tl.int64) * row_stride
-            summed = _row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, False)
+            summed = row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, False)
             for step in tl.static_range(1, NUM_RANKS):
                 peer = (rank + step) % NUM_RANKS
                 peer_row = (tl.load(table + peer) + sums + row * row_stride).to(tl.pointer_type(DTYPE))
@@ -457,13 +326,13 @@ def two_shot_kernel(
             )
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
-            flag = (OTHERS + _slot_of(rank, peer)) * max_tiles + tile
+            flag = (OTHERS + slot_of(rank, peer)) * max_tiles + tile
             publish(tl.load(table + peer) + flags + flag.to(tl.int64) * 4, epoch)
         tl.store(counter, epoch)
 
     for step in tl.static_range(1, NUM_RANKS):
         peer = (rank + step) % NUM_RANKS
-        slot = OTHERS + _slot_of(peer, rank)
+        slot = OTHERS + slot_of(peer, rank)
         first = _first_row(peer, num_rows, NUM_RANKS)
         end = _first_row(peer + 1, num_rows, NUM_RANKS)
         for tile in range(program, tl.cdiv(end - first, ROWS), num_programs):
@@ -471,7 +340,7 @@ def two_shot_kernel(
             await_flag(space + flags + (slot * max_tiles + tile).to(tl.int64) * 4, epoch)
             for tile_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
                 row = (first + tile_row).to(tl.int64)
-                added = _load_residual(residual, row, columns, inside, HIDDEN)
+                added = load_residual(residual, row, columns, inside, HIDDEN)
                 words = peek_words(space + sums + row * row_stride + lanes, wanted)
                 finish_row(
                     unpack_row(words, DTYPE).to(DTYPE),
@@ -493,7 +362,7 @@ def two_shot_kernel(
                     FORMAT,
                 )
             tl.store(counter, epoch)
-    _zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)
+    zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)
 
 
 def one_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace) -> Reduced:

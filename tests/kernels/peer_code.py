@@ -7,8 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from dist_infer.kernels.triton.all_reduce import finish_row
 from dist_infer.kernels.triton.peer_words import load_words, peek_words, sendable, unpack_row
+from dist_infer.kernels.triton.reduced_rows import finish_row
 
 
 @triton.jit
@@ -139,13 +139,13 @@ def unrounded_sum(
     PEEK: tl.constexpr,
     SETTLE: tl.constexpr,
 ):
-    """_row_sum of two ranks that leaves out the first rounding; for two_shot_kernel, where the words have come."""
+    """row_sum of two ranks that leaves out the first rounding; for two_shot_kernel, where the words have come."""
     return unpack_row(own, DTYPE) + unpack_row(peek_words(start + lanes, wanted), DTYPE)
 
 
 @triton.jit
 def careless_zero(scales, num_rows, HIDDEN: tl.constexpr, FORMAT: tl.constexpr, ZEROING: tl.constexpr):
-    """_zero_rest that leaves the scales of rows that don't exist as they were."""
+    """zero_rest that leaves the scales of rows that don't exist as they were."""
     return
 
 

@@ -440,8 +440,8 @@ def test_ten_thousand_calls_with_delays(strategy: str, monkeypatch: pytest.Monke
 FAULTS = {
     "early read": ("one_shot", {"settle_words": peer_code.hasty_settle, "load_words": peer_code.late_load}, None),
     "flags not waited for": ("two_shot", {"await_flag": peer_code.deaf_await, "load_words": peer_code.late_load}, None),
-    "first rounding skipped": ("two_shot", {"_row_sum": peer_code.unrounded_sum}, "residual_rms_norm"),
-    "invented rows unwritten": ("one_shot", {"_zero_rest": peer_code.careless_zero}, "mxfp8"),
+    "first rounding skipped": ("two_shot", {"row_sum": peer_code.unrounded_sum}, "residual_rms_norm"),
+    "invented rows unwritten": ("one_shot", {"zero_rest": peer_code.careless_zero}, "mxfp8"),
 }
 
 
