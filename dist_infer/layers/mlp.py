@@ -7,6 +7,7 @@ from torch import Tensor
 from dist_infer.comm.mesh import split_range
 from dist_infer.kernels import gated_linear as op
 from dist_infer.kernels import silu_mul as activation_op
+from dist_infer.kernels.dispatch import Library
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
@@ -25,7 +26,9 @@ class GatedMlp:
         )
         self.down = RowParallelLinear(intermediate_size, held, hidden_size, bias=bias, setup=setup)
         self._library = setup.choose("gated_linear", op.LIBRARIES, inputs=hidden_size, intermediate=len(held))
-        self._activation = setup.choose("silu_mul", activation_op.LIBRARIES, intermediate=len(held))
+        self._activation: Library[activation_op.SiluMulFunction] | None = None
+        if setup.weight_format is not None:
+            self._activation = setup.choose("silu_mul", activation_op.LIBRARIES, intermediate=len(held))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """This rank's part of the MLP output: the sum over the group is the whole.
@@ -34,9 +37,11 @@ class GatedMlp:
         Ranks: local.
         """
         weight = self.gate_up.weight
-        if weight is None:
-            return self.down(activation_op.silu_mul(self.gate_up(hidden), library=self._activation))
-        return self.down(op.gated_linear(hidden, weight, self.gate_up.bias, library=self._library))
+        if weight is not None:
+            return self.down(op.gated_linear(hidden, weight, self.gate_up.bias, library=self._library))
+        if self._activation is None:
+            raise ValueError("a weight is quantised that the setup didn't ask for")
+        return self.down(activation_op.silu_mul(self.gate_up(hidden), library=self._activation))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`gate_proj`, `up_proj` and `down_proj` under `prefix`."""
