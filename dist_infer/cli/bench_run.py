@@ -55,6 +55,7 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
     summary.mark("load")
     config = agree_on_limits(options, plan, shard, world)
     runner = make_step_runner(options, plan, shard, config, world)
+    summary.mark("warm up")
     job = stage(
         world, "make the requests", lambda: _make_job(options, plan, config, summary) if world.rank == 0 else None
     )

@@ -65,6 +65,7 @@ def _serve_files(
     config = agree_on_limits(options, plan, shard, world)
     stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
     step_runner = make_step_runner(options, plan, shard, config, world)
+    summary.mark("warm up")
     progress = open_progress(
         under_launcher=environment.launcher is not None, answers_on_stdout=options.output in (None, "-")
     )

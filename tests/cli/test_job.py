@@ -134,7 +134,7 @@ def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[J
     assert (fields["outcome"], fields["exit_code"]) == ("done with failed requests", ExitCode.FAILED_REQUESTS)
     assert fields["requests"] == {"ok": 3, "failed": 4, "resumed": 0}
     assert fields["tokens"] == {"prompt": 9, "output": 15}
-    assert set(fields["seconds"]) == {"open", "load", "prepare", "serve"}
+    assert set(fields["seconds"]) == {"open", "load", "warm up", "prepare", "serve"}
     assert fields["latency_s"]["first_token_from_admission"]["count"] == 3
     assert [rank["rank"] for rank in fields["ranks"]] == [0, 1]
     assert all(rank["kv_peak_blocks"] >= 1 and rank["admitted_tokens"] == 9 for rank in fields["ranks"])
