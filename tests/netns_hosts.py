@@ -50,17 +50,18 @@ class Host:
 
 
 class TwoHosts:
-    """Hosts with dotted names, up between `start` and `stop`."""
+    """Hosts with dotted names, up between `start` and `stop`. Names that don't resolve are launched on by address."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, names_resolve: bool = True) -> None:
         self.folder = folder
+        self.names_resolve = names_resolve
         self.hosts = [Host(f"node{idx}.rack7.test", f"di{os.getpid()}n{idx}", f"10.77.0.{idx + 1}") for idx in range(2)]
         self.agent = folder / "agent"
 
     def start(self) -> None:
         """Make them. Errors: CalledProcessError."""
         self.folder.mkdir(parents=True)
-        lines = [f"{host.address} {host.name}\n" for host in self.hosts]
+        lines = [f"{host.address} {host.name}\n" for host in self.hosts if self.names_resolve]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         for host in self.hosts:
             (self.folder / f"tmp.{host.name}").mkdir()
@@ -92,7 +93,7 @@ class TwoHosts:
     def launch(self, launcher: mpirun.Launcher, argv: Sequence[str], env: dict[str, str]) -> mpirun.Command:
         """mpirun on the first host, two ranks on each."""
         inner = mpirun.command(4, argv, launcher=launcher, oversubscribe=False, extra_env=env)
-        names = [host.name for host in self.hosts]
+        names = [host.name if self.names_resolve else host.address for host in self.hosts]
         if launcher.family == "openmpi":
             flags = ["--host", ",".join(f"{name}:2" for name in names), "--bind-to", "none"]
             agent = {"PRTE_MCA_plm_ssh_agent": str(self.agent)}
@@ -135,9 +136,9 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+def two_hosts(folder: Path, *, names_resolve: bool = True) -> Iterator[TwoHosts]:
     """Hosts that are gone afterwards, whatever happens."""
-    hosts = TwoHosts(folder)
+    hosts = TwoHosts(folder, names_resolve=names_resolve)
     try:
         hosts.start()
         yield hosts

@@ -29,7 +29,7 @@ DIED = r"rank 1 .*(its process ended without a word|exited on|exiting)|PID \d+ R
 TOLD = r"rank \d \(host .*got SIG(INT|TERM)|STEP \S+ ON \S+ CANCELLED"  # srun kills, and speaks itself
 SAYS: Mapping[str, str] = {
     "exception": r"rank 1 \(host \S+ pid \d+\) failed.*ValueError: broken on purpose",
-    "exit": r"rank 1 \(host \S+ pid \d+\) failed.*left early by sys.exit\(0\)",
+    "exit": r"rank 1 \(host \S+ pid \d+\) failed.*left early(: its program ended| by sys.exit\(0\))",
     "hard exit": DIED,
     "kill": DIED,
     "crash": DIED,

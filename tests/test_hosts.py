@@ -17,12 +17,12 @@ LIMIT_S = 150.0
 MPICH = Path(sys.prefix) / "mpich"
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with two_hosts(tmp_path_factory.mktemp("hosts") / "h") as made:
+    with two_hosts(tmp_path / "h") as made:
         yield made
 
 
@@ -87,7 +87,21 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("family", families(), indirect=True)
 def test_two_hosts_with_dotted_names_answer_all(hosts: TwoHosts, model: Path, tmp_path: Path, family: str) -> None:
-    job = Job(hosts, model, tmp_path / "job", family, count=8, max_tokens=4)
+    check_whole_job(hosts, model, tmp_path / "job", family)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["openmpi"], indirect=True)
+def test_names_that_do_not_resolve_are_no_hindrance(model: Path, tmp_path: Path, family: str) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts(tmp_path / "h", names_resolve=False) as hosts:
+        check_whole_job(hosts, model, tmp_path / "job", family)
+
+
+def check_whole_job(hosts: TwoHosts, model: Path, folder: Path, family: str) -> None:
+    job = Job(hosts, model, folder, family, count=8, max_tokens=4)
     try:
         assert job.process.wait(LIMIT_S) == 0, job.log
     finally:
@@ -101,7 +115,7 @@ def test_two_hosts_with_dotted_names_answer_all(hosts: TwoHosts, model: Path, tm
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["openmpi", "mpich"], indirect=True)
 def test_a_wire_that_breaks_ends_all_ranks(hosts: TwoHosts, model: Path, tmp_path: Path, family: str) -> None:
-    job = Job(hosts, model, tmp_path / "job", family, count=400, max_tokens=1000)
+    job = Job(hosts, model, tmp_path / "job", family, count=400, max_tokens=200)
     try:
         job.wait_for_a_record()
         pids = [int(rank["pid"]) for rank in job.ranks()]

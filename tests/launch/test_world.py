@@ -1,6 +1,7 @@
 """Opening a world, deciding together, leaving in each of the ways."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,10 +103,13 @@ def test_a_wrong_launch_is_refused_before_mpi_is_loaded() -> None:
     ],
 )
 def test_ways_to_leave(how: str, code: int, says: str) -> None:
-    launch = mpirun.command(
-        2, [sys.executable, str(PROGRAM), how], launcher=mpirun.find_launcher(), extra_env={"OMP_NUM_THREADS": "1"}
-    )
-    done = mpirun.run(launch, timeout_s=60, capture=True)
+    """The port that torch would take from the environment is taken; the job's own is the kernel's choice."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        argv = [sys.executable, str(PROGRAM), how]
+        launch = mpirun.command(2, argv, launcher=mpirun.find_launcher(), extra_env=env)
+        done = mpirun.run(launch, timeout_s=60, capture=True)
     assert done.returncode == code, done.output
     assert says in done.output
     assert done.output.count("dist-infer: ") == (1 if says else 0), done.output
