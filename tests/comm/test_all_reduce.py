@@ -168,7 +168,7 @@ def test_an_op_gets_what_it_takes_and_no_more(
 
 def test_ops_have_names_of_their_own() -> None:
     """Two equal values would be one op under two names."""
-    assert len(FusedOp) == 15 and {op.kind for op in FusedOp} == {"none", "norm", "quant"}
+    assert len(FusedOp) == 3 + 2 * len(QuantFormat) and {op.kind for op in FusedOp} == {"none", "norm", "quant"}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
