@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarn
 
 EPS = 1e-5
 FORMATS = list(QuantFormat)
-ROWS = (0, 1, 33, 129)
+ROWS = (0, 1, 33)
 NORMS = {library.name: library for library in norm_op.LIBRARIES}
 EVERY_LIBRARY = pytest.mark.parametrize(("library", "device"), library_devices(LIBRARIES))
 EVERY_FORMAT = pytest.mark.parametrize("quant_format", FORMATS, ids=lambda quant_format: quant_format.value)
@@ -61,7 +61,7 @@ def check(
 def test_bytes_of_norm_and_quantise_one_after_the_other(
     library: Library[RmsNormQuantFunction], device: str, quant_format: QuantFormat
 ) -> None:
-    sizes = [(rows, 128) for rows in ROWS] + [(2, 384), (5, 384), (31, 128)]
+    sizes = [(rows, 128) for rows in ROWS] + [(2, 384), (5, 384)]
     if device == "cuda":
         sizes += [(rows, 6144) for rows in (0, 1, 31, 32, 33, 127, 128, 129, 1000)]
         sizes += [(129, 2048), (33, 7168), (1500, 7168), (3, 16384)]
