@@ -5,7 +5,7 @@ M sequences at most, S of a step, B rows of a graph (S <= B <= M), P pages of a 
 A decode step has one token, and one logit row, for each of its sequences. All that it needs lies in one piece of memory
 with room for M rows, and one copy from the host renews it. The rows behind the step's own are inert (no length, no
 slot, the spare state row), so whichever B the ranks agree on after the copy has been started, its rows are there, and
-padding costs no further copy.
+padding costs no further copy. An inert row writes nowhere and reads nothing, so no block of the pool is set aside.
 
 The page table travels as it is, S rows of the pages in use, and is spread over its full width on the device. What a row
 has behind its length is left over from earlier steps: always a page of the pool, and nobody reads it.
