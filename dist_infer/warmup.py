@@ -84,8 +84,15 @@ def mixed_batch(config: SchedulerConfig) -> Batch:
 
 
 def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
-    """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling."""
+    """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling.
+
+    And prompts of every power of two: one lies in each range of sizes for which a kernel has tiles of its own.
+    """
     shapes = [[(1, 1)], [(1, 2)], [(3, 3)], [(16, 16)], [(16, 32)], [(5, 12), (1, 9)], [(1, 9)] * 3, [(1, 9)] * 16]
+    for power in range(5, config.max_num_tokens.bit_length()):
+        starts = range(0, 1 << power, config.max_model_len)
+        lens = [min(config.max_model_len, (1 << power) - start) for start in starts]
+        shapes.append([(prompt_len, prompt_len) for prompt_len in lens])
     for shape in shapes:
         parts = [
             (min(new, config.max_num_tokens), min(whole, config.max_model_len))

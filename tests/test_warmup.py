@@ -74,6 +74,13 @@ def test_small_steps_have_sizes_of_all_kinds() -> None:
     assert len({batch_digest(batch) for batch in batches}) == len(batches)
 
 
+@pytest.mark.parametrize("max_model_len", [100, 512])
+def test_prompts_of_every_power_of_two(max_model_len: int) -> None:
+    batches = small_batches(limits(max_num_tokens=300, max_model_len=max_model_len))
+    prompts = {batch.num_tokens for batch in batches if batch.kind is BatchKind.PREFILL}
+    assert prompts >= {1, 32, 64, 128, 256}
+
+
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_nothing_is_left_behind(tmp_path: Path, with_graphs: bool) -> None:
     config = limits()
