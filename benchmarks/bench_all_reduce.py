@@ -218,7 +218,7 @@ def rows_on_one_device(device: torch.device) -> Iterator[Row]:
             for name, run in (("one_shot", one_shot), ("two_shot", two_shot)):
                 calls = {kind: partial(_on_one_device, run, space, kind, inputs) for kind in ("none", "norm")}
                 found = compare_us(calls, 60, lambda own: own)
-                case = f"bfloat16 tokens={num_tokens} hidden=7168 ranks={num_ranks} one device"
+                case = f"bfloat16 tokens={num_tokens} hidden=7168 ranks={num_ranks} one device way={name}"
                 yield Row(case=f"none {case}", ours_us=found["none"], library=name)
                 yield Row(case=f"norm {case}", ours_us=found["norm"], library=name, bounds={"sum": found["none"]})
 

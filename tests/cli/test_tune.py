@@ -2,9 +2,8 @@
 
 import pytest
 
-from dist_infer.cli import main
-from dist_infer.cli.tune import parse_sizes
-from dist_infer.errors import ExitCode, UsageError
+from dist_infer.cli.tune import parse_sizes, tune
+from dist_infer.errors import UsageError
 
 
 def test_sizes_are_read() -> None:
@@ -26,6 +25,6 @@ def test_what_is_no_list_of_sizes_is_refused(text: str, message: str) -> None:
         parse_sizes(text)
 
 
-def test_no_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["tune", "--max-tokens", "0"]) == ExitCode.USAGE
-    assert "at least one token" in capsys.readouterr().err
+def test_no_tokens_are_refused() -> None:
+    with pytest.raises(UsageError, match="at least one token"):
+        tune("4096", max_tokens=0)
