@@ -86,7 +86,8 @@ def test_two_ranks_share_the_gpu(
 def test_two_ranks_have_a_gpu_each(
     model: Path, expected: dict[str, list[int]], tmp_path: Path, layout: list[str]
 ) -> None:
-    """Collectives between GPUs are captured with the rest of a step."""
+    """Collectives between GPUs are captured with the rest of a step, but for those of experts that groups share."""
     answers, log = run(model, tmp_path, 2, layout)
-    assert "replayed as graphs of 1, 2, 4, 5" in log
+    shared = layout[0] == "--dp" and model.name != "llama"
+    assert ("experts that several groups share" if shared else "replayed as graphs of 1, 2, 4, 5") in log
     assert answers == expected
