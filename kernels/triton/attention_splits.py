@@ -29,7 +29,8 @@ def choose_num_splits(
     `per_processor` is how many programs run beside each other on a multiprocessor.
     """
     room = per_processor * num_processors(device)
-    return max(1, min(room // max(num_programs, 1), -(-max_kv_len // keys), MAX_SPLITS))
+    num_splits = max(1, min(room // max(num_programs, 1), -(-max_kv_len // keys), MAX_SPLITS))
+    return num_splits if num_splits < 32 else num_splits // 32 * 32  # the merge takes so many at a time
 
 
 @cache
@@ -59,7 +60,7 @@ class SplitResults:
         num_seqs, num_heads, num_splits, value_dim = self.total.shape
         if num_splits == 0:
             return
-        splits_block = 32 if num_splits <= 32 else MAX_SPLITS  # few variants to compile
+        splits_block = 32 if num_splits <= 32 else 64 if num_splits <= 64 else MAX_SPLITS  # few variants to compile
         _merge_kernel[(num_heads, num_seqs)](
             self.total,
             self.largest,

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, num_processors, split_length
 from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 from dist_infer.kernels.triton.paged_rows import LOG2_E, key_slots, load_rows
 
 
@@ -29,8 +30,7 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
     latent_dim = kv_b.shape[2]
     plain_dim = kv_b.shape[1] - out.shape[2]
     rotated_dim = q.shape[2] - plain_dim
-    by_head = q.transpose(0, 1)
-    folded = torch.bmm(by_head[..., :plain_dim], kv_b[:, :plain_dim])  # [N, S, L]
+    folded = fold_queries(q, kv_b, out.shape[2])
     latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     heads = min(64, max(16, triton.next_power_of_2(num_heads)))
     num_head_blocks = triton.cdiv(num_heads, heads)
@@ -43,7 +43,6 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
     results = SplitResults(q, num_seqs, num_heads, num_splits, latent_dim)
     _absorbed_kernel[(num_head_blocks, num_splits, num_seqs)](
         folded,
-        q,
         cache,
         latents,
         results.total,
@@ -55,12 +54,9 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         num_heads,
         folded.stride(0),
         folded.stride(1),
-        q.stride(0),
-        q.stride(1),
         step.page_table.stride(0),
         cache.stride(0),
         num_splits,
-        PLAIN_DIM=plain_dim,
         ROTATED_DIM=rotated_dim,
         LATENT_DIM=latent_dim,
         BLOCK_SIZE=step.block_size,
@@ -74,16 +70,15 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         launch_pdl=overlaps(q),
     )
     results.merge(latents, step.query_start, step.kv_lens, keys)
-    torch.bmm(latents.transpose(0, 1), kv_b[:, plain_dim:].transpose(1, 2), out=out.transpose(0, 1))
+    apply_values(latents, kv_b, out)
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_splits", "folded_head_stride"],
+    do_not_specialize=["table_stride", "num_splits"],
     do_not_specialize_on_alignment=["kv_lens", "page_table"],
 )
 def _absorbed_kernel(
     folded,
-    q,
     cache,
     out,
     split_total,
@@ -93,14 +88,11 @@ def _absorbed_kernel(
     page_table,
     scale,
     num_heads,
-    folded_head_stride,
-    folded_seq_stride,
-    q_seq_stride,
-    q_head_stride,
+    seq_stride,
+    head_stride,
     table_stride,
     slot_stride,
     num_splits,
-    PLAIN_DIM: tl.constexpr,
     ROTATED_DIM: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -123,12 +115,9 @@ def _absorbed_kernel(
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     is_head = head < num_heads
     channel = tl.arange(0, LATENT_BLOCK)
-    q_folded = load_rows(
-        folded + seq * folded_seq_stride, head.to(tl.int64), folded_head_stride, is_head, LATENT_DIM, LATENT_BLOCK, True
-    )
-    q_rotated = load_rows(
-        q + seq * q_seq_stride + PLAIN_DIM, head, q_head_stride, is_head, ROTATED_DIM, ROTATED_BLOCK, True
-    )
+    queries = folded + seq * seq_stride
+    q_folded = load_rows(queries, head, head_stride, is_head, LATENT_DIM, LATENT_BLOCK, True)
+    q_rotated = load_rows(queries + LATENT_DIM, head, head_stride, is_head, ROTATED_DIM, ROTATED_BLOCK, True)
     table = page_table + seq * table_stride
     largest = tl.full([HEADS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([HEADS], tl.float32)

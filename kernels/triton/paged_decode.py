@@ -24,6 +24,8 @@ from dist_infer.kernels.triton.attention_splits import (
 from dist_infer.kernels.triton.dependent_launch import overlaps
 from dist_infer.kernels.triton.paged_rows import LOG2_E, STEP_TENSORS, key_slots, load_rows, update_softmax
 
+_FEW_PROGRAMS = 16  # without splits; such few have shorter splits
+
 
 def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor) -> None:
     """Fills the rows of `out` that belong to sequences of one query.
@@ -34,7 +36,8 @@ def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
     group = q.shape[1] // num_kv_heads
     dim = max(16, triton.next_power_of_2(head_dim))
     num_programs = step.num_seqs * num_kv_heads
-    keys = 32 if q.dtype == torch.float32 or dim > 128 else 64
+    small = num_programs <= _FEW_PROGRAMS or q.dtype == torch.float32 or dim > 128
+    keys = 32 if small else 64
     warps, stages = (4, 5) if num_programs <= 2 * num_processors(q.device) else (2, 3)
     max_kv_len = int(step.host_kv_lens.max())
     num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2)

@@ -46,8 +46,8 @@ def tile_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
     """For G heads of H channels."""
     if dtype == torch.float32:
         return TileShape(rows=max(32, triton.next_power_of_2(group)), keys=32, warps=4)
-    rows, warps = (128, 4) if head_dim <= 128 else (128, 8)
-    return TileShape(rows=max(rows, triton.next_power_of_2(group)), keys=64, warps=warps)
+    warps = 4 if head_dim <= 128 else 8
+    return TileShape(rows=max(128, triton.next_power_of_2(group)), keys=64, warps=warps)
 
 
 def plan_prefill(step: PagedStep, queries: int, keys: int) -> list[PrefillPart]:
