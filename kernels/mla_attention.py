@@ -38,6 +38,11 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
     return on_cute(target)
 
 
+def _on_latents_up_to_512(target: Target) -> str | None:
+    latent_dim = target.geometry.get("kv_lora_rank", 0)
+    return on_triton(target) if latent_dim <= 512 else f"takes latents of up to 512, not {latent_dim}"
+
+
 LIBRARIES: tuple[Library[PlanFunction], ...] = (
     Library(
         name="cute",
@@ -48,7 +53,7 @@ LIBRARIES: tuple[Library[PlanFunction], ...] = (
     Library(
         name="triton",
         function=deferred("dist_infer.kernels.triton.mla_attention", "plan_mla_attention"),
-        is_available=on_triton,
+        is_available=_on_latents_up_to_512,
         graph_safe=True,
     ),
     Library(name="torch", function=reference_plan),

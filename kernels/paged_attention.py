@@ -28,7 +28,10 @@ class PlanFunction(Protocol):
 
 
 def _on_triton_without_window(target: Target) -> str | None:
-    return "a sliding window is the reference's" if target.geometry.get("window") else on_triton(target)
+    if target.geometry.get("window"):
+        return "a sliding window is the reference's"
+    head_dim = target.geometry.get("head_dim", 0)
+    return on_triton(target) if head_dim <= 256 else f"takes heads of up to 256 channels, not {head_dim}"
 
 
 LIBRARIES: tuple[Library[PlanFunction], ...] = (

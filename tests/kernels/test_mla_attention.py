@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
 from dist_infer.kernels.reference import mla_attention as reference
 from tests.kernels.aot import compile_ahead
@@ -244,3 +244,10 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="don't fit a latent of 12 and 2 tokens"):
             planned(q, cache, kv_b)
+
+
+def test_only_the_reference_has_wide_latents() -> None:
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"kv_lora_rank": 1024, "rope_dim": 64})
+    reasons = {library.name: library.is_available(target) for library in LIBRARIES}
+    assert reasons["torch"] is None
+    assert reasons["triton"] == "takes latents of up to 512, not 1024"

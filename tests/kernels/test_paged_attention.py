@@ -317,6 +317,12 @@ def test_a_window_hides_what_is_older(monkeypatch: pytest.MonkeyPatch, step: str
         torch.testing.assert_close(out, formula(case, torch.float64, window), rtol=0, atol=1e-13)
 
 
+def test_only_the_reference_has_wide_heads() -> None:
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"head_dim": 512})
+    assert [library.is_available(target) for library in LIBRARIES][-1] is None
+    assert named(LIBRARIES, "triton").is_available(target) == "takes heads of up to 256 channels, not 512"
+
+
 def test_only_the_reference_has_a_window() -> None:
     target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"window": 4096})
     reasons = [library.is_available(target) for library in LIBRARIES]
