@@ -14,9 +14,8 @@ from dist_infer.launch.world import World
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 
 
-@pytest.mark.ranks(2)
-def test_cpu_ranks_have_no_choice(world: World) -> None:
-    with pytest.raises(UsageError, match="several ranks with a GPU each"):
+def test_one_rank_has_no_choice() -> None:
+    with World.open(device="cpu", env={}) as world, pytest.raises(UsageError, match="several ranks with a GPU each"):
         _tune((64,), 1, None, world)
 
 

@@ -113,17 +113,17 @@ def check_op(
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("fused_op", FusedOp)
-@pytest.mark.parametrize("num_tokens", [0, 1, 33, 129])
-def test_gather_on_the_cpu(num_tokens: int, fused_op: FusedOp, group: Collectives) -> None:
+def test_gather_on_the_cpu(fused_op: FusedOp, group: Collectives) -> None:
     reduce = FusedAllReduce(group, CPU, strategy=Strategy.GATHER)
-    if num_tokens > 33 and fused_op not in (FusedOp.NONE, FusedOp.RESIDUAL_RMS_NORM_QUANT_NVFP4):
-        num_tokens = 34  # what follows the sum goes row by row
-    check_op(reduce, group.size, group.rank, num_tokens, fused_op, CPU)
+    most = 129 if fused_op in (FusedOp.NONE, FusedOp.RESIDUAL_RMS_NORM_QUANT_NVFP4) else 33
+    for num_tokens in (0, 1, 33, 129):
+        if num_tokens <= most:
+            check_op(reduce, group.size, group.rank, num_tokens, fused_op, CPU)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_library_on_the_cpu(group: Collectives, world: World) -> None:
-    """To a tolerance: its order is its own."""
+    """The order of a sum of two is the same."""
     gloo = world.communicators(Mesh.create(world=world.size, rank=world.rank), "gloo").world
     assert isinstance(gloo, TorchCollectives)
     library = gloo.wire.group  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def test_library_on_the_cpu(group: Collectives, world: World) -> None:
     weight = torch.ones(64).bfloat16()
     ours = reduce(x[group.rank], FusedOp.RMS_NORM, weight=weight, eps=EPS)
     assert reduce.strategy_for(x[0]) is Strategy.LIBRARY and ours.normed is not None
-    torch.testing.assert_close(ours.total, ordered_sum(x), atol=0.05, rtol=0.02)
+    assert _same(ours.total, ordered_sum(x))
 
 
 ALONE = SingleCollectives()

@@ -1,7 +1,5 @@
 """Collectives through peer memory: the group itself where there is none, its bytes where there is."""
 
-import logging
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collecti
 from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels.dispatch import Target
 from dist_infer.launch.world import World
+from tests.fake_collectives import run_group
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 
@@ -21,14 +20,14 @@ def group(world: World) -> Collectives:
     return world.communicators(Mesh.create(world=world.size, rank=world.rank)).world
 
 
-@pytest.mark.ranks(2)
-def test_without_peer_memory_it_is_the_group_and_the_log_says_why(
-    group: Collectives, world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_peer_memory_it_is_the_group_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     target = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
-    with caplog.at_level(logging.WARNING):
-        assert open_peer_collectives(group, target, max_tokens=8, hidden=64) is group
-    assert ("not GPUs of their own" in caplog.text) == (world.rank == 0)
+
+    def is_itself(group: Collectives) -> bool:
+        return open_peer_collectives(group, target, max_tokens=8, hidden=64) is group
+
+    assert run_group(2, is_itself) == [True, True]
+    assert caplog.text.count("not GPUs of their own") == 1
 
 
 def test_one_rank_needs_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.symmetric import NoPeerMemoryError, _attempt, _vote, open_peer_memory
 from dist_infer.comm.wire import NcclWire
 from dist_infer.launch.world import World
+from tests.fake_collectives import run_group
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 CPU = torch.device("cpu")
@@ -28,14 +29,16 @@ def _fill(memory: Tensor) -> None:
     memory.fill_(7)
 
 
-@pytest.mark.ranks(2)
-def test_cpu_ranks_have_none(group: Collectives) -> None:
+def _opened_on_cpu(group: Collectives) -> None:
     with pytest.raises(NoPeerMemoryError, match="rank 0 of the group: peer memory is for GPUs, not cpu"):
         open_peer_memory(group, None, num_bytes=64, device=CPU, prepare=_nothing)  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks(2)
-def test_what_fails_on_one_rank_fails_on_all_with_its_reason(group: Collectives) -> None:
+def test_cpu_ranks_have_none() -> None:
+    run_group(2, _opened_on_cpu)
+
+
+def _attempted(group: Collectives) -> int:
     def action() -> int:
         if group.rank == 1:
             raise RuntimeError("no more handles")
@@ -43,20 +46,23 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_reason(group: Collectives)
 
     with pytest.raises(NoPeerMemoryError, match="rank 1 of the group: RuntimeError: no more handles"):
         _attempt(group, CPU, action)
-    assert _attempt(group, CPU, lambda: group.rank) == group.rank
+    return _attempt(group, CPU, lambda: group.rank)
 
 
-@pytest.mark.ranks(2)
-def test_what_must_agree_is_compared(group: Collectives) -> None:
-    with pytest.raises(NoPeerMemoryError, match="rank 1 of the group has host b, rank 0 host a"):
-        _vote(group, CPU, None, agreeing="host b" if group.rank == 1 else "host a")
+def test_what_fails_on_one_rank_fails_on_all_with_its_reason() -> None:
+    assert run_group(3, _attempted) == [0, 1, 2]
+
+
+def _voted(group: Collectives) -> None:
+    with pytest.raises(NoPeerMemoryError, match="rank 2 of the group has host b, rank 0 host a"):
+        _vote(group, CPU, None, agreeing="host b" if group.rank == 2 else "host a")
+    with pytest.raises(NoPeerMemoryError, match="x{100}"):
+        _vote(group, CPU, "x" * 9999)
     _vote(group, CPU, None, agreeing="host a")
 
 
-@pytest.mark.ranks(2)
-def test_a_long_reason_is_cut(group: Collectives) -> None:
-    with pytest.raises(NoPeerMemoryError, match="x{100}"):
-        _vote(group, CPU, "x" * 9999)
+def test_what_must_agree_is_compared() -> None:
+    run_group(3, _voted)
 
 
 @two_gpus
