@@ -130,17 +130,30 @@ def _e2m1_code(x, multiplier):
 
 
 @triton.jit
+def nearest_e4m3(x):
+    """The value of `to_e4m3` of x >= 0 in float32, by arithmetic.
+
+    ptxas 12.8 reads a wrong register where a thread packs four fresh E4M3 codes into a word and also reads them back.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 16384.0) - 16384.0  # below 2^-6 values are 2^-9 apart, as they are above 2^14 in float32
+    value = tl.minimum(tl.where(x < 0.015625, small, normal), 448.0)
+    return tl.where(x != x, x, value)
+
+
+@triton.jit
 def encode_nvfp4(blocks, global_scale, NUM_BLOCKS: tl.constexpr):
     """[N, 16] to packed codes [N, 8] and E4M3 scale bytes [N]."""
     wide = blocks.to(tl.float32)
-    stored = to_e4m3(global_scale * (block_amax(wide) * _SIXTH))
-    scale = stored.to(tl.float32)
+    exact = global_scale * (block_amax(wide) * _SIXTH)
+    scale = nearest_e4m3(exact)
     multiplier = tl.where(scale == 0, 0.0, reciprocal(scale * reciprocal(global_scale)))
     pairs = tl.reshape(wide, (NUM_BLOCKS, 8, 2))
     even, odd = tl.split(pairs)
     _, multipliers = tl.broadcast(pairs, multiplier[:, None, None])  # split as the values are: nothing changes threads
     multipliers, _ = tl.split(multipliers)
-    return pack_e2m1(even, odd, multipliers), stored.to(tl.uint8, bitcast=True)
+    return pack_e2m1(even, odd, multipliers), to_e4m3(exact).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -271,59 +284,36 @@ def zero_invented_rows(scales, num_rows, program, WIDTH: tl.constexpr, FORMAT: t
     tl.store(words, tl.zeros((_ZEROED_WORDS,), tl.int32), mask=(row >= num_rows) & (tile < TILES))
 
 
-# A word of eight E2M1 codes, times a pair of equal multipliers, to four pairs of bfloat16: codes n and n + 4, which lie
-# half a word apart. The fields of E2M1 stand in those of bfloat16, so that a pair stands for 2^-126 of its values.
+# Four bytes of two E2M1 codes to four E4M3 bytes of the low and of the high nibbles, each 2^-6 of its value: there
+# the fields of E2M1 stand in those of E4M3.
 _SPREAD_E2M1 = tl.constexpr(
-    """{ .reg .b32 t, p0, p1, p2, p3;
-    shl.b32 t, $4, 6;
-    and.b32 p0, t, 0x01C001C0;
-    shl.b32 t, $4, 12;
-    lop3.b32 p0, t, 0x80008000, p0, 0xEA;
-    shl.b32 t, $4, 2;
-    and.b32 p1, t, 0x01C001C0;
-    shl.b32 t, $4, 8;
-    lop3.b32 p1, t, 0x80008000, p1, 0xEA;
-    shr.u32 t, $4, 2;
-    and.b32 p2, t, 0x01C001C0;
-    shl.b32 t, $4, 4;
-    lop3.b32 p2, t, 0x80008000, p2, 0xEA;
-    shr.u32 t, $4, 6;
-    and.b32 p3, t, 0x01C001C0;
-    lop3.b32 p3, $4, 0x80008000, p3, 0xEA;
-    mul.rn.bf16x2 $0, p0, $5;
-    mul.rn.bf16x2 $1, p1, $6;
-    mul.rn.bf16x2 $2, p2, $7;
-    mul.rn.bf16x2 $3, p3, $8; }"""
+    """{ .reg .b32 m, s;
+    shl.b32 m, $2, 2;
+    shl.b32 s, $2, 4;
+    and.b32 s, s, 0x80808080;
+    lop3.b32 $0, m, 0x1C1C1C1C, s, 0xEA;
+    shr.u32 m, $2, 2;
+    and.b32 s, $2, 0x80808080;
+    lop3.b32 $1, m, 0x1C1C1C1C, s, 0xEA; }"""
 )
 
 
 @triton.jit
-def decode_e2m1(codes, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Packed codes [ROWS, BLOCKS, 8] times bfloat16 scales [ROWS, BLOCKS] to 2^-126 of their values: two like `codes`.
+def decode_nvfp4(codes, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Packed codes [ROWS, COLUMNS / 2] and E4M3 scale bytes [ROWS, COLUMNS / 16] to values [ROWS, COLUMNS], exact.
 
-    Element n of eight is entry n of four in the first one for n < 4, and entry n - 4 in the second one for the others.
+    The global scale isn't in them.
     """
     if _INTERPRETED:
-        values = tl.join(_e2m1_value(codes & 15), _e2m1_value(codes >> 4))
-        fields = tl.permute(tl.reshape(values, (ROWS, BLOCKS, 2, 2, 4)), (0, 1, 2, 4, 3))
-        low, high = tl.split(tl.reshape(fields, (ROWS, BLOCKS, 8, 2)))
-        low, high = low * scale[:, :, None], high * scale[:, :, None]
+        low = ((codes << 2) & 0x1C) | ((codes << 4) & 0x80)
+        high = ((codes >> 2) & 0x1C) | (codes & 0x80)
     else:
-        bits = scale.to(tl.uint16, bitcast=True).to(tl.int32)
-        _, multipliers = tl.broadcast(codes, (bits | (bits << 16))[:, :, None])
-        pairs = tl.inline_asm_elementwise(
-            _SPREAD_E2M1, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, multipliers], dtype=tl.int32, is_pure=True, pack=4
+        low, high = tl.inline_asm_elementwise(
+            _SPREAD_E2M1, "=r,=r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
-        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def _e2m1_value(code):
-    field = (code & 7).to(tl.float32)
-    size = tl.where(field < 4, field * 0.5, tl.where(field < 6, field - 2, 2 * field - 8)) * _TINY
-    return tl.where(code >= 8, -size, size).to(tl.bfloat16)
+    small = tl.reshape(tl.join(low, high), (ROWS, COLUMNS // 16, 16)).to(tl.float8e4nv, bitcast=True)
+    scale = scale_bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
+    return tl.reshape((small.to(tl.float32) * scale[:, :, None]).to(DTYPE), (ROWS, COLUMNS))
 
 
 @triton.jit

@@ -2,11 +2,8 @@
 
 The weight is the left operand, so that its rows fill the matrix units however few the tokens are. A matrix unit wants
 of a row, from each of four threads, the elements 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of every 16: single bytes or less of
-a quantised weight. The products of a step may be added up in any order, so the inputs change places: thread c takes
-TILE_K / 4 neighbours of the weight, which lie in words, and `in_threads` moves the activations accordingly.
-
-An NVFP4 weight is multiplied as 2^-16 of itself: so its codes, as they come out of a word (2^-126 of their values), and
-its scales can be multiplied at once without leaving the range of bfloat16. The sums are multiplied by 2^16.
+a quantised weight. The products of a step may be added up in any order, so the inputs of MXFP8 change places: thread c
+takes TILE_K / 4 neighbours of the weight, which lie in words, and `in_threads` moves the activations accordingly.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -16,32 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Tensor, Nvfp4Tensor, QuantizedTensor
-from dist_infer.kernels.triton.number_formats import decode_e2m1, ue8m0_value
+from dist_infer.kernels.triton.number_formats import decode_nvfp4, ue8m0_value
 
 _TILE_K = 128
-_TWO_TO_110 = tl.constexpr(2.0**110)
 _FEW_TOKENS = 64  # up to here K is split, so that there are enough programs
 _PROGRAMS = 6 * 132  # that work at a time on an H200, or more
 
 
 @triton.jit
-def in_threads(matrix, ROWS: tl.constexpr, TILE_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Column TILE_K / 4 c + 4 j + 2 h + e of a matrix in any shape as column 16 j + 8 h + 2 c + e of [ROWS, TILE_K].
-
-    For NVFP4, whose pairs are four elements apart, column TILE_K / 4 c + 8 q + 4 e + 2 j + h as column
-    32 q + 16 j + 8 h + 2 c + e.
-    """
-    if FORMAT == "nvfp4":
-        fields = tl.permute(tl.reshape(matrix, (ROWS, 4, TILE_K // 32, 2, 2, 2)), (0, 2, 4, 5, 1, 3))
-    else:
-        fields = tl.permute(tl.reshape(matrix, (ROWS, 4, TILE_K // 16, 2, 2)), (0, 2, 3, 1, 4))
-    return tl.reshape(fields, (ROWS, TILE_K))
-
-
-@triton.jit
-def pairs_in_threads(low, high, ROWS: tl.constexpr, TILE_K: tl.constexpr):
-    """What `decode_e2m1` gives, in the order that `in_threads` brings NVFP4's inputs to."""
-    fields = tl.permute(tl.reshape(tl.join(low, high), (ROWS, 4, TILE_K // 32, 4, 2)), (0, 2, 3, 1, 4))
+def in_threads(matrix, ROWS: tl.constexpr, TILE_K: tl.constexpr):
+    """Column TILE_K / 4 c + 4 j + 2 h + e of a matrix in any shape as column 16 j + 8 h + 2 c + e of [ROWS, TILE_K]."""
+    fields = tl.permute(tl.reshape(matrix, (ROWS, 4, TILE_K // 16, 2, 2)), (0, 2, 3, 1, 4))
     return tl.reshape(fields, (ROWS, TILE_K))
 
 
@@ -59,6 +41,7 @@ def multiply_dequantized(
     K: tl.constexpr,
     K_SPLIT: tl.constexpr,
     FORMAT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -84,23 +67,20 @@ def multiply_dequantized(
             block = first // 16 + tl.arange(0, TILE_K // 16)
             codes = tl.load(data + row[:, None] * (K // 2) + byte[None, :], mask=byte[None, :] < K // 2, other=0)
             scale = tl.load(scales + row[:, None] * (K // 16) + block[None, :], mask=block[None, :] < K // 16, other=0)
-            scale = (scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _TWO_TO_110).to(tl.bfloat16)
-            low, high = decode_e2m1(tl.reshape(codes, (TILE_N, TILE_K // 16, 8)), scale, TILE_N, TILE_K // 16)
-            weight = pairs_in_threads(low, high, TILE_N, TILE_K)
+            weight = decode_nvfp4(codes, scale, TILE_N, TILE_K, tl.bfloat16)
         elif FORMAT == "mxfp8":
             block = first // 32 + tl.arange(0, TILE_K // 32)
             codes = tl.load(data + row[:, None] * K + column[None, :], mask=within[None, :], other=0.0)
             scale = tl.load(scales + row[:, None] * (K // 32) + block[None, :], mask=block[None, :] < K // 32, other=0)
             scale = ue8m0_value(scale)
             codes = tl.reshape(codes, (TILE_N, TILE_K // 32, 32))
-            weight = in_threads((codes.to(tl.float32) * scale[:, :, None]).to(tl.bfloat16), TILE_N, TILE_K, FORMAT)
+            weight = (codes.to(tl.float32) * scale[:, :, None]).to(tl.bfloat16)
         else:
             weight = tl.load(data + row[:, None] * K + column[None, :], mask=within[None, :], other=0.0)
-            weight = in_threads(weight, TILE_N, TILE_K, FORMAT)
-        values = tl.trans(in_threads(tl.trans(values), TILE_T, TILE_K, FORMAT))
+        if not IN_PLACE:
+            weight = in_threads(weight, TILE_N, TILE_K)
+            values = tl.trans(in_threads(tl.trans(values), TILE_T, TILE_K))
         sums = tl.dot(weight, values, sums, input_precision="ieee")
-    if FORMAT == "nvfp4":
-        sums *= 65536.0
     at = token.to(tl.int64)[None, :] * num_outputs + output[:, None]
     inside = is_output[:, None] & is_token[None, :]
     if K_SPLIT < K:
@@ -179,7 +159,7 @@ def dequantized_linear(
         raise TypeError("dequantized_linear takes an x that isn't quantised, and no FP8 weight")
     name = "nvfp4" if isinstance(weight, Nvfp4Tensor) else "mxfp8"
     global_scale = weight.global_scale if isinstance(weight, Nvfp4Tensor) else None
-    return multiply(x, weight.data, weight.scales, global_scale, bias, weight.shape, name)
+    return multiply(x, weight.data, weight.scales, global_scale, bias, weight.shape, name, in_place=name == "nvfp4")
 
 
 def multiply(
@@ -190,8 +170,10 @@ def multiply(
     bias: Tensor | None,
     shape: tuple[int, int],
     quant_format: str,
+    *,
+    in_place: bool,
 ) -> Tensor:
-    """The product with a weight in `quant_format`, or as it is for "none"."""
+    """The product with a weight in `quant_format`, or as it is for "none"; `in_place`: inputs keep their order."""
     num_outputs, width = shape
     num_tokens = x.shape[0]
     out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
@@ -199,7 +181,8 @@ def multiply(
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     tile_t = min(128, max(16, triton.next_power_of_2(num_tokens)))
-    tile_n, num_warps = (64, 4) if tile_t <= 16 else (128, 8)  # more tokens are read again by fewer programs
+    # more tokens are read again by fewer programs
+    tile_n, num_warps, num_stages = (64, 4, 4 if tile_t <= 64 else 3) if in_place or tile_t <= 16 else (128, 8, 3)
     split_len = split_of(num_outputs, width) if num_tokens <= _FEW_TOKENS else width
     num_splits = triton.cdiv(width, split_len)
     parts = out if num_splits == 1 else torch.empty(num_splits, num_tokens, num_outputs, device=x.device)
@@ -216,10 +199,11 @@ def multiply(
         K=width,
         K_SPLIT=split_len if num_splits > 1 else width,
         FORMAT=quant_format,
+        IN_PLACE=in_place,
         TILE_N=tile_n,
         TILE_T=tile_t,
         TILE_K=_TILE_K,
-        num_stages=4 if tile_t <= 16 else 3,
+        num_stages=num_stages,
         num_warps=num_warps,
     )
     if num_splits > 1:

@@ -131,7 +131,10 @@ def test_bytes_of_the_kernel_on_a_dequantised_weight(device: str, weight_format:
     wide = dequantize(unscaled, torch.float32)
     assert torch.equal(wide, wide.to(BF16).float())
     ours = triton_scaled_linear.dequantized_linear(x, weight, None, BF16)
-    plain = triton_scaled_linear.multiply(x, wide.to(BF16), None, global_scale, None, weight.shape, "none")
+    in_place = weight_format is WeightFormat.NVFP4
+    plain = triton_scaled_linear.multiply(
+        x, wide.to(BF16), None, global_scale, None, weight.shape, "none", in_place=in_place
+    )
     assert torch.equal(ours, plain)
 
 
@@ -226,7 +229,7 @@ def test_dequantises_on_the_way_to_the_matrix_units_of_hopper(name: str, data: s
     types = {"x": "*bf16", "data": data, "scales": "*u8", "out": "*bf16", "num_tokens": "i32"}
     types |= {"num_outputs": "i32:16", "x_stride": "i32:16"}
     constants = {"K": 7168, "K_SPLIT": 7168, "FORMAT": name, "TILE_N": 64, "TILE_T": 16, "TILE_K": 128}
-    constants |= {"num_stages": 4, "bias": None, "global_scale": None}
+    constants |= {"num_stages": 4, "bias": None, "global_scale": None, "IN_PLACE": name == "nvfp4"}
     made = compile_ahead(triton_scaled_linear.multiply_dequantized, types, constants, num_warps=4)
     assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.cg.shared.global" in made.asm["ptx"]
     assert made.spilled_bytes == 0
