@@ -12,6 +12,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.cute.mla_decode import PAGE_SIZES, Workspace, choose_rows, mla_decode
 from dist_infer.kernels.triton.mla_attention import plan_mla_attention as plan_by_triton
+from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 
 
 def plan_mla_attention(
@@ -36,14 +37,8 @@ def attend_absorbed(
 
     Shapes: q [S, N, P + R], cache_rows [C, L + R], kv_b [N, P + V, L], out [S, N, V] contiguous.
     """
-    num_seqs, num_heads, _ = q.shape
-    latent_dim = kv_b.shape[2]
-    plain_dim = kv_b.shape[1] - out.shape[2]
-    folded = torch.empty(num_seqs, num_heads, cache_rows.shape[1], dtype=q.dtype, device=q.device)
-    by_head = folded[..., :latent_dim].transpose(0, 1)
-    torch.bmm(q[..., :plain_dim].transpose(0, 1), kv_b[:, :plain_dim], out=by_head)
-    folded[..., latent_dim:].copy_(q[..., plain_dim:])
-    latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
+    folded = fold_queries(q, kv_b, out.shape[2])
+    latents = torch.empty(*q.shape[:2], kv_b.shape[2], dtype=q.dtype, device=q.device)
     mla_decode(
         folded,
         cache_rows,
@@ -55,4 +50,4 @@ def attend_absorbed(
         workspace=workspace,
         out=latents,
     )
-    torch.bmm(latents.transpose(0, 1), kv_b[:, plain_dim:].transpose(1, 2), out=out.transpose(0, 1))
+    apply_values(latents, kv_b, out)

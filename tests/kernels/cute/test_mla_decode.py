@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ SCALE = 192**-0.5
 
 
 @pytest.mark.parametrize(("rows", "page_size"), [(16, 64), (64, 16)])
-def test_variants_compile_without_a_gpu(rows: int, page_size: int) -> None:
+def test_variants_compile_without_a_gpu(rows: int, page_size: int, tmp_path: Path) -> None:
     variant = op.Variant(rows=rows, page_size=page_size, dtype=torch.bfloat16)
-    ptx = op.compiled(variant, "--gpu-arch sm_90a --keep-ptx").__ptx__  # type: ignore[attr-defined]
+    ptx = op.compiled(variant, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__  # type: ignore[attr-defined]
     assert ".target sm_90a" in ptx
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor.2d" in ptx
