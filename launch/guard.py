@@ -72,7 +72,11 @@ class Guard:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            self._process.wait()
+            try:
+                self._process.wait(SETTLE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
             self._process = None
 
     def _tell(self, word: bytes) -> None:

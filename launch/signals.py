@@ -29,8 +29,8 @@ class StopSignals:
     """Turns SIGUSR1, SIGTERM and SIGINT into a flag; `close` gives the old handlers back.
 
     The second signal leaves at once with code 1: no cleanup, because cleanup may be what hangs. So does the first one
-    as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool). `on_exit` is
-    called before, in the handler.
+    as long as nobody has asked `stop_requested`: then nobody would drain either (start-up, an idle pool); SIGUSR1
+    gives code 75 there. `on_exit` is called before, in the handler.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class StopSignals:
         self._say(f"dist-infer: {self._name} got {signal.Signals(number).name} and {what}{why}\n".encode())
         if not drains:
             self._on_exit()
-            os._exit(ExitCode.ERROR)
+            # before the first step a drain has nothing to finish, and all of the job is still to do
+            gives_back = number == signal.SIGUSR1 and not self._heeded and self._alarm.record is None
+            os._exit(ExitCode.DRAINED if gives_back else ExitCode.ERROR)
         self._stop = True
 
     def _say(self, line: bytes) -> None:
@@ -105,6 +107,14 @@ def _write_to_launcher(line: bytes) -> None:
         os.write(fd, line)
     finally:
         os.close(fd)
+
+
+def leave_when_drained() -> None:
+    """From now until `StopSignals` takes over, SIGUSR1 ends this process with code 75: nothing has begun yet.
+
+    By default it would kill, and a batch script could not tell that the job may go on.
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(ExitCode.DRAINED))
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -67,8 +67,18 @@ class Submitted:
         self.job_id = self.cluster.submit(path, *SMALL, *options, log=self.folder / "log", **variables)
         return self
 
-    def ended(self) -> dict[str, str]:
-        return self.cluster.wait(self.job_id, *ENDED, limit_s=LIMIT_S)
+    def ended(self, limit_s: float = LIMIT_S) -> dict[str, str]:
+        return self.cluster.wait(self.job_id, *ENDED, limit_s=limit_s)
+
+    def ended_with_restarts(self, limit_s: float = 1800.0) -> dict[str, str]:
+        """Slurm waits two minutes before it starts a requeued job again; here it need not."""
+        until = time.monotonic() + limit_s
+        while (fields := self.cluster.job(self.job_id))["JobState"] not in ENDED:
+            assert time.monotonic() < until, self.log
+            if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
+                self.cluster.call("scontrol", "update", f"jobid={self.job_id}", "StartTime=now", check=False)
+            time.sleep(0.5)
+        return fields
 
     @property
     def log(self) -> str:
@@ -169,6 +179,48 @@ def test_a_launch_that_would_go_wrong_is_refused(jobs: dict[str, Submitted], nam
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), job.log
     assert says in job.log
     assert not job.records()
+
+
+@pytest.mark.soak
+def test_a_job_that_meets_its_time_limit_goes_on_when_it_is_submitted_again(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    job = Submitted(cluster, model, tmp_path / "job", count=320, max_tokens=200)
+    job.submit("run.sbatch", "--time=1", "--signal=B:USR1@0")  # no warning
+    assert job.ended()["JobState"] == "TIMEOUT", job.log
+    assert 0 < len(job.records()) < job.count
+    assert processes_of(job.folder) == []
+    assert job.submit("run.sbatch", "--time=30").ended(limit_s=1800)["JobState"] == "COMPLETED", job.log
+    job.assert_whole()
+
+
+@pytest.mark.soak
+def test_a_job_longer_than_its_time_limit_requeues_itself_until_all_is_answered(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    job = Submitted(cluster, model, tmp_path / "job", count=320, max_tokens=200)
+    job.options += " --grace 5"
+    job.submit("requeue.sbatch", "--time=1", "--signal=B:USR1@30")
+    fields = job.ended_with_restarts()
+    assert fields["JobState"] == "COMPLETED", job.log
+    assert int(fields["Restarts"]) >= 1
+    assert "got SIGUSR1 and drains" in job.log
+    job.assert_whole()
+
+
+@pytest.mark.soak
+def test_a_preempted_job_comes_back_and_loses_nothing(cluster: SlurmCluster, model: Path, tmp_path: Path) -> None:
+    job = Submitted(cluster, model, tmp_path / "job", count=200, max_tokens=200)
+    job.submit("requeue.sbatch")
+    job.wait_for_records(5)
+    urgent = Submitted(cluster, model, tmp_path / "urgent", count=4, max_tokens=4)
+    urgent.submit("run-multinode.sbatch", "--partition=urgent", "--exclusive")
+    assert urgent.ended()["JobState"] == "COMPLETED", urgent.log
+    urgent.assert_whole()
+    fields = job.ended_with_restarts()
+    assert fields["JobState"] == "COMPLETED", job.log
+    assert int(fields["Restarts"]) >= 1
+    job.assert_whole()
 
 
 def hosts_of_ranks(job: Submitted) -> dict[int, str]:

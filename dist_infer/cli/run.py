@@ -8,6 +8,7 @@ import typer
 from dist_infer.cli import arguments
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import RunOptions, parse_shard
+from dist_infer.launch.signals import leave_when_drained
 
 
 def run(
@@ -126,6 +127,7 @@ def run(
             typer.echo(arguments.show_config(context), nl=False)
         return 0
     options.check_launcher(environment.launcher.name if environment.launcher else None)
+    leave_when_drained()
     environment.export(os.environ)
     # The one import inside a function: it brings torch and MPI, which --help and wrong options must not wait for.
     from dist_infer.cli.job import run_job

@@ -50,16 +50,27 @@ def test_the_first_signal_asks_to_stop_the_second_leaves(name: str) -> None:
     assert "got SIGTERM and leaves at once (the second signal)" in second.stderr
 
 
-@pytest.mark.parametrize("steps", ["SIGTERM", "ask nobody SIGTERM"])
-def test_where_nobody_would_drain_the_first_signal_leaves(steps: str) -> None:
+@pytest.mark.parametrize(
+    ("steps", "code"),
+    [("SIGTERM", 1), ("ask nobody SIGTERM", 1), ("SIGUSR1", 75), ("ask nobody SIGUSR1", 75), ("failure SIGUSR1", 1)],
+)
+def test_where_nobody_would_drain_the_first_signal_leaves(steps: str, code: int) -> None:
     done = run(steps)
-    assert done.returncode == 1 and "end" not in done.stdout
-    assert "rank 5 (host h) got SIGTERM and leaves at once\n" in done.stderr
+    assert done.returncode == code and "end" not in done.stdout
+    told = "" if "failure" in steps else f"rank 5 (host h) got {steps.split()[-1]} and leaves at once\n"
+    assert done.stderr == f"dist-infer: {told}" if told else not done.stderr
 
 
 def test_after_a_failure_the_signal_is_no_news() -> None:
     done = run("failure SIGTERM")
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_before_anything_has_begun_a_drain_is_code_75() -> None:
+    code = "import os; from dist_infer.launch.signals import leave_when_drained; leave_when_drained()"
+    code += "; os.kill(os.getpid(), 10); print('end')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (75, b"")
 
 
 def test_close_gives_the_old_handlers_back() -> None:
