@@ -10,6 +10,7 @@ from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import CheckpointError, UsageError
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.shard import ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
 from tests.fake_collectives import run_mesh
 from tests.tiny_families import make_tiny
@@ -43,6 +44,16 @@ def test_a_filled_shard_knows_its_size(tmp_path: Path, tie: bool) -> None:
     assert shard.parameter_bytes == shard.model_bytes
     assert ("lm_head.weight" in named) is not tie
     assert len(named) == len(set(named)) == 2 + 9 * 3 + (not tie)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_a_quantised_shard_is_smaller(tmp_path: Path, weight_format: WeightFormat) -> None:
+    """The linear layers of 32 inputs and more; those whose width doesn't fit stay as they are."""
+    folder = make_tiny_llama(tmp_path, 4, 2, dtype=torch.float32)
+    shard = load_shard(plan(folder), SingleCollectives(), weight_format=weight_format, on_tensor=lambda _: None)
+    stays = weight_format is WeightFormat.FP8_BLOCK
+    assert (shard.parameter_bytes == shard.model_bytes) is stays
+    assert shard.parameter_bytes > shard.model_bytes // 9
 
 
 def test_a_shard_with_experts_knows_its_size(tmp_path: Path) -> None:

@@ -150,6 +150,14 @@ DType = Annotated[
     options.DTypeOption,
     typer.Option("--dtype", help="Weights and activations; auto: the checkpoint's, float32 on CPU."),
 ]
+Quantize = Annotated[
+    options.QuantizeOption,
+    typer.Option(
+        "--quantize",
+        help="Narrow format of the weights of linear layers outside of experts, made from the checkpoint's when they "
+        "are loaded; fp8 and fp8-block take narrow activations too. A weight whose width doesn't fit stays as it is.",
+    ),
+]
 Device = Annotated[
     options.DeviceOption, typer.Option("--device", help="auto: cuda where there is one for each rank, else cpu.")
 ]

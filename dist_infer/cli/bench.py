@@ -98,6 +98,7 @@ def bench(
     eager: arguments.Eager = False,
     share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
+    quantize: arguments.Quantize = "none",
     device: arguments.Device = "auto",
     seed: Annotated[
         int, typer.Option("--seed", metavar="INT", help="Seed of prompts, lengths, arrivals and dummy weights.")

@@ -121,6 +121,7 @@ def _check_model(options: RunOptions, plan: ShardPlan, files: JobFiles | None) -
             "model": digest_model(plan.folder.path, weights=options.load_format != "dummy"),
             "load_format": options.load_format,
             "dtype": dtype_name(plan.dtype),
+            "quantize": options.quantize,
         }
     )
 

@@ -13,6 +13,7 @@ from dist_infer.errors import UsageError
 
 LoadFormat = Literal["auto", "dummy"]
 DTypeOption = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+QuantizeOption = Literal["none", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
 LogLevelOption = Literal["debug", "info", "warning", "error"]
 
@@ -60,6 +61,7 @@ class EngineOptions:
     eager: bool = False
     share_gpu: bool = False
     dtype: DTypeOption = "auto"
+    quantize: QuantizeOption = "none"
     device: DeviceOption = "auto"
     seed: int | None = None  # None: a fresh one, or that of the run that is resumed
     log_level: LogLevelOption = "info"

@@ -77,6 +77,7 @@ def run(
     eager: arguments.Eager = False,
     share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
+    quantize: arguments.Quantize = "none",
     device: arguments.Device = "auto",
     seed: arguments.Seed = None,
     log_level: arguments.LogLevel = "info",

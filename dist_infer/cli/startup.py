@@ -20,6 +20,7 @@ from dist_infer.comm.peer_collectives import open_peer_collectives
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture, default_sizes
 from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.launch.world import World
 from dist_infer.sampler import Sampler
 from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
@@ -84,6 +85,7 @@ def load_model(
             world=tp if plan.mesh.dp == 1 else communicators.world,
             max_moe_tokens=options.moe_max_tokens,
             uniform_routing=uniform_routing,
+            weight_format=None if options.quantize == "none" else WeightFormat(options.quantize),
             dummy_seed=dummy_seed if options.load_format == "dummy" else None,
             on_tensor=world.watchdog.progress,
         ),

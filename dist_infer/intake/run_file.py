@@ -23,6 +23,7 @@ _FIXES: Mapping[str, str] = {
     "seed": "leave --seed out, or give --seed {}",
     "shard": "give --shard {}",
     "dtype": "give --dtype {}",
+    "quantize": "give --quantize {}",
     "load_format": "give --load-format {}",
     "max_model_len": "give --max-model-len {}",
 }
