@@ -19,7 +19,6 @@ SCRIPTS = ROOT / "slurm"
 SMALL = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--time=10")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LIMIT_S = 240.0
-PACKING = "mpirun --bind-to none --oversubscribe --map-by core"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -30,7 +29,7 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     with (
         tempfile.TemporaryDirectory(prefix="dist-infer-slurm-") as folder,
-        running_cluster(Path(folder) / "c") as cluster,
+        running_cluster(Path(folder) / "c", cpus=8) as cluster,
     ):
         yield cluster
 
@@ -119,7 +118,6 @@ def jobs(cluster: SlurmCluster, model: Path, tmp_path_factory: pytest.TempPathFa
         "nodes": make("nodes").submit("run-multinode.sbatch"),
         "array": make("array").submit("array.sbatch", "--array=1-2", PARTS="2"),
         "mpirun": make("mpirun").submit("run-multinode.sbatch", LAUNCH="mpirun --bind-to none"),
-        "packed": make("packed").submit("run-multinode.sbatch", LAUNCH=PACKING),
         "singletons": make("singletons").submit("run.sbatch", LAUNCH="srun --mpi=none"),
     }
 
@@ -166,15 +164,18 @@ def test_an_array_answers_each_line_once(jobs: dict[str, Submitted]) -> None:
     assert len(job.records("answers-1.jsonl")) == len(job.records("answers-2.jsonl")) == job.count // 2
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("packed", "4 ranks are on one host, but this Slurm job has 2 nodes of 2 tasks"),
-        ("singletons", "srun started 2 tasks without MPI, so each would be a world of one"),
-    ],
-)
-def test_a_launch_that_would_go_wrong_is_refused(jobs: dict[str, Submitted], name: str, says: str) -> None:
-    job = jobs[name]
+def test_srun_without_pmix_is_refused(jobs: dict[str, Submitted]) -> None:
+    assert_refused(jobs["singletons"], "srun started 2 tasks without MPI, so each would be a world of one")
+
+
+@pytest.mark.soak
+def test_ranks_packed_on_one_node_are_refused(cluster: SlurmCluster, model: Path, tmp_path: Path) -> None:
+    job = Submitted(cluster, model, tmp_path / "job", count=2, max_tokens=2)
+    job.submit("run-multinode.sbatch", LAUNCH="mpirun --bind-to none --oversubscribe --map-by core")
+    assert_refused(job, "4 ranks are on one host, but this Slurm job has 2 nodes of 2 tasks")
+
+
+def assert_refused(job: Submitted, says: str) -> None:
     fields = job.ended()
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), job.log
     assert says in job.log
