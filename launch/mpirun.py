@@ -101,7 +101,8 @@ def command(
 ) -> Command:
     """How `launcher` runs `argv` on `num_ranks` ranks of this machine.
 
-    `oversubscribe` None allows more ranks than cores only where there are more. `extra_env` is added last.
+    The program is looked up here: a launcher may put its own folder first in the ranks' PATH. `oversubscribe` None
+    allows more ranks than cores only where there are more. `extra_env` is added last.
     """
     if num_ranks < 1:
         raise UsageError(f"-n {num_ranks}: at least one rank is needed")
@@ -113,7 +114,8 @@ def command(
         clean |= _open_mpi_tuning(launcher.major)
     elif crowded:
         clean["MPIR_CVAR_POLLS_BEFORE_YIELD"] = "1"
-    return Command(argv=(launcher.path, *flags, *argv), env=clean | dict(extra_env or {}))
+    program = shutil.which(argv[0], path=clean.get("PATH")) or argv[0]
+    return Command(argv=(launcher.path, *flags, program, *argv[1:]), env=clean | dict(extra_env or {}))
 
 
 def scrub(env: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,14 @@ def test_a_launcher_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: py
         find_launcher(env={"PATH": str(tmp_path)})
 
 
+def test_the_program_is_that_of_the_caller_s_path(tmp_path: Path) -> None:
+    """Open MPI 4, started by its path, puts its own folder first: there may be another python3 in it."""
+    program = tmp_path / "python3"
+    program.touch(mode=0o755)
+    launch = command(1, ["python3", "-c", "pass"], launcher=OPEN_MPI_4, env={"PATH": str(tmp_path)})
+    assert launch.argv[-3:] == (str(program), "-c", "pass")
+
+
 def test_outer_launchers_are_scrubbed_and_the_rest_stays() -> None:
     outer = ["OMPI_X", "PMI_RANK", "PMIX_RANK", "PRTE_Y", "SLURM_NTASKS", "HYDI_CONTROL_FD", "MPI_LOCALRANKID"]
     kept = {"PATH": "/bin", "MPI4PY_LIBMPI": "/lib/libmpi.so", "DIST_INFER_CACHE": "/c"}
