@@ -187,7 +187,7 @@ def test_all_ranks_take_one_wire_and_rank_0_says_why(
         monkeypatch.setattr(shm_segment, "_attach" if refusing else "_create", _no_space)
     with caplog.at_level(logging.INFO, "dist_infer"):
         group = _best(world, one_host=one_host).world
-    assert type(group._wire) is kind  # type: ignore[attr-defined]
+    assert type(group.wire) is kind  # type: ignore[attr-defined]
     assert group.all_gather(torch.tensor([world.rank])).tolist() == [0, 1]
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (world.rank == 0) and all(said in line for line in lines)

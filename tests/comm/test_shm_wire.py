@@ -220,7 +220,7 @@ class Words:
 store = connect_store("127.0.0.1", int(sys.argv[1]), size=2, timeout_s=60.0)
 mesh = Mesh.create(world=2, rank=1)
 groups = open_process_groups(mesh=mesh, store=store, backend="shm", device=torch.device("cpu"), timeout_s=60.0)
-inbox = groups.world._wire._inboxes[0]
+inbox = groups.world.wire._inboxes[0]
 inbox._words = Words(inbox._words)
 groups.world.all_reduce(torch.ones(4_000_000))
 """
@@ -233,7 +233,7 @@ def test_peer_killed_within_a_message_is_an_error_in_time_and_leaves_nothing() -
         mesh = Mesh.create(world=2, rank=0)
         groups = open_process_groups(mesh=mesh, store=store, backend="shm", device=torch.device("cpu"), timeout_s=60.0)
         assert own_files() == []
-        wire = groups.world._wire  # type: ignore[attr-defined]
+        wire = groups.world.wire  # type: ignore[attr-defined]
         wire._timeout_s = 2.0
         with pytest.raises(PeerFailedError, match=r"all_reduce over axis world failed on its rank 0 of 2: rank 1 did"):
             groups.world.all_reduce(torch.ones(4_000_000))
