@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,10 +173,17 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = TERM_GRACE_S) -> int
     if process.poll() is None:
         process.terminate()
         try:
-            return process.wait(grace_s)
+            process.wait(grace_s)
         except subprocess.TimeoutExpired:
             _kill_group(process.pid)
-    return process.wait()
+    code = process.wait()
+    _remove_session(process.pid)
+    return code
+
+
+def _remove_session(pid: int) -> None:
+    """Open MPI 5 leaves this folder when it is killed, and doesn't start where a later process gets the same id."""
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{pid}", ignore_errors=True)
 
 
 def _kill_group(group: int) -> None:

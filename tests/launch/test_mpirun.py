@@ -164,3 +164,13 @@ def test_module_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
     assert "no program" in capsys.readouterr().err
     assert mpirun.main(["-n", "2", "--mpirun", "/no/mpirun", "--", "x"]) == 2
     assert "/no/mpirun" in capsys.readouterr().err
+
+
+def test_a_killed_launcher_leaves_no_session_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    process = mpirun.start(here("import time; time.sleep(60)"))
+    session = tmp_path / f"ompi.{process.pid}"
+    (session / "0").mkdir(parents=True)
+    os.kill(process.pid, signal.SIGKILL)
+    assert mpirun.stop(process) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
