@@ -28,7 +28,7 @@ CASES = (
     *((16, query_len, batch, 4096) for query_len in (2, 4) for batch in (32, 128)),
     *((128, 1, batch, 4096) for batch in (1, 8, 32, 64, 128)),
 )
-NOT_RUN = dict.fromkeys(("FlashMLA", "FlashAttention-3"), "not installed")
+NOT_RUN = dict.fromkeys(("FlashMLA", "FlashAttention-3"), "this benchmark does not run it")
 
 
 def cases() -> Iterator[tuple[str, int, int, int, int]]:

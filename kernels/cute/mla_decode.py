@@ -43,7 +43,6 @@ class Variant:
     rows: int
     page_size: int
     dtype: torch.dtype
-    eager: bool = False  # see mla_many_rows: scores of the next tile before the weights of this one
 
     @property
     def many(self) -> bool:
@@ -368,7 +367,6 @@ class _Launch:
             queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
             if cutlass.const_expr(v.many):
                 mla_many_rows.attend_many_rows(
-                    v.eager,
                     keys,
                     queries,
                     probabilities,

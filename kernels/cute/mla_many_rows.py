@@ -2,7 +2,7 @@
 
 Tile t belongs to warpgroup t % 2: it makes the tile's weights P in registers and leaves them in shared memory for the
 other one. Both then add P V to the half of the dims that they hold. The running maxima pass from one to the other, so
-that both halves have one scale. A warpgroup that doesn't own a tile may score its own next one before it waits for P.
+that both halves have one scale. A warpgroup scores its own next tile once it has taken in the other one's.
 
 A thread holds rows row0 and row0 + 8; value v = i + 2 h + 4 j of a fragment stands in row row0 + 8 h and column
 col0 + i + 8 j.
@@ -57,7 +57,6 @@ def value_mma(dtype, source):
 
 @cute.jit
 def attend_many_rows(
-    eager: cutlass.Constexpr,
     keys: cute.Tensor,  # [token, column, stage * 9 + block]
     queries: cute.Tensor,  # [row, column]
     probabilities: cute.Tensor,  # [row, token, 1]
@@ -163,9 +162,6 @@ def attend_many_rows(
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
             else:
-                if cutlass.const_expr(eager):
-                    if tile + 1 < stop:
-                        _score_next(dtype, scores, f_q, f_k, full, empty, stage, phase)
                 for block in cutlass.range_constexpr(_HALF):
                     cute.arch.mbarrier_wait(full + _latent_block(stage, group, block), phase)
                 cute.arch.mbarrier_wait(p_full + stage, phase)
@@ -182,9 +178,8 @@ def attend_many_rows(
             for block in cutlass.range_constexpr(_HALF):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + _latent_block(stage, group, block))
-            if cutlass.const_expr(not eager):
-                if stage != group and tile + 1 < stop:
-                    _score_next(dtype, scores, f_q, f_k, full, empty, stage, phase)
+            if stage != group and tile + 1 < stop:
+                _score_next(dtype, scores, f_q, f_k, full, empty, stage, phase)
             if stage == 1:
                 phase ^= 1
             stage ^= 1
