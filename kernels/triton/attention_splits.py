@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 MAX_SPLITS = 128
 _INTERPRETED_PROCESSORS = 12  # of the "device" on which the interpreter runs
@@ -74,9 +73,8 @@ class SplitResults:
             KEYS=keys,
             SPLITS_BLOCK=splits_block,
             DIM_BLOCK=min(128, triton.next_power_of_2(value_dim)),
-            OVERLAP=overlaps(out),
             num_warps=4 if splits_block <= 32 else 8,
-            launch_pdl=overlaps(out),
+            **overlapping(out),
         )
 
 
@@ -107,9 +105,7 @@ def _merge_kernel(
     DIM_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     head, seq = tl.program_id(0), tl.program_id(1)
     kv_len = tl.load(kv_lens + seq)
     length = split_length(kv_len, num_splits, KEYS)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
 
@@ -36,7 +36,7 @@ def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Til
         blocks.block_len,
         *tile.sizes,
         **tile.launch,
-        **chained(x),
+        **overlapping(x),
     )
     return out
 
@@ -60,7 +60,7 @@ def down(hidden: Tensor, weight: Tensor, blocks: PairBlocks, tile: Tile) -> Tens
         blocks.block_len,
         *tile.sizes,
         **tile.launch,
-        **chained(hidden),
+        **overlapping(hidden),
     )
     return out
 
@@ -89,9 +89,9 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     TAILS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N
@@ -217,9 +217,9 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     TAILS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N

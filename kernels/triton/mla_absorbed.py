@@ -12,11 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, num_processors, split_length
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 from dist_infer.kernels.triton.paged_rows import LOG2_E, key_slots, load_rows
 
@@ -64,10 +63,9 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         KEYS=keys,
         ROTATED_BLOCK=max(16, triton.next_power_of_2(rotated_dim)),
         LATENT_BLOCK=max(64, triton.next_power_of_2(latent_dim)),
-        OVERLAP=overlaps(q),
         num_warps=4 if heads == 16 else 8,
         num_stages=5 if small else 3,  # two for each block of rows on its way, page ids before their rows
-        launch_pdl=overlaps(q),
+        **overlapping(q),
     )
     results.merge(latents, step.query_start, step.kv_lens, keys)
     apply_values(latents, kv_b, out)
@@ -102,9 +100,7 @@ def _absorbed_kernel(
     LATENT_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + seq)
     length = split_length(kv_len, num_splits, KEYS)

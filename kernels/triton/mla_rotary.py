@@ -8,9 +8,8 @@ latents, turns their keys and writes both to the cache. T tokens, N heads, L lat
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.rotary import turn_rows
 
 _ROWS = 32  # heads of tokens that a program of a large step takes
@@ -63,9 +62,8 @@ def mla_rotary(
         HEADS=heads,
         HALF_BLOCK=triton.next_power_of_2(half),
         LATENT_BLOCK=triton.next_power_of_2(latent.shape[1]),
-        OVERLAP=overlaps(q),
         num_warps=4,
-        launch_pdl=overlaps(q),
+        **overlapping(q),
     )
     return q
 
@@ -99,9 +97,7 @@ def _mla_rotary_kernel(
     LATENT_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     first, block = tl.program_id(0) * TOKENS, tl.program_id(1)
     if block < tl.num_programs(1) - 1:
         _turn_queries(

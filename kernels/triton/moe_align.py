@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _FEW_PAIRS = (512, 2048, 4096)  # up to so many take one launch; no more variants, each is a compilation
 _MIN_CHUNK = 256
@@ -56,7 +56,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
             NUM_EXPERTS=num_experts,
             CHUNK=chunk,
             num_warps=4 if chunk == _FEW_PAIRS[0] else 8,
-            **chained(expert_ids),
+            **overlapping(expert_ids),
         )
         return PairBlocks(order, table, block_len)
     chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_pairs, _MAX_CHUNKS)))
@@ -68,7 +68,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
         "PAIRS": _PAIRS,
         "CHUNK": chunk,
     }
-    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=8, **chained(expert_ids))
+    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=8, **overlapping(expert_ids))
     _place_kernel[(num_chunks,)](
         expert_ids,
         counts,
@@ -81,7 +81,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
         **sizes,
         CHUNKS=_CHUNKS,
         num_warps=8,
-        **chained(expert_ids),
+        **overlapping(expert_ids),
     )
     return PairBlocks(order, table, block_len)
 
@@ -96,9 +96,9 @@ def _align_kernel(
     block_len,
     NUM_EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     expert = tl.program_id(0)
     pair = tl.arange(0, CHUNK)
     own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
@@ -118,9 +118,9 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, CHUNK, PAIRS):
@@ -145,9 +145,9 @@ def _place_kernel(
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     own_chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)

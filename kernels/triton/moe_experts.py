@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.grouped_gemm import down, gate_up
 from dist_infer.kernels.triton.moe_align import align
 from dist_infer.kernels.triton.moe_pairs import experts_by_pair
@@ -53,7 +53,7 @@ def experts_by_block(
         NUM_EXPERTS=num_experts,
         WIDTH=width,
         CHANNELS=channels,
-        **chained(x),
+        **overlapping(x),
     )
     return out
 
@@ -68,9 +68,9 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < WIDTH

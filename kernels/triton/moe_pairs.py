@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_tiles import PAIR_DOWN, PAIR_GATE_UP, PairTile
 
 
@@ -38,7 +38,7 @@ def pair_gate_up(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, tile: PairTil
         ROWS=tile.rows,
         DEPTH=min(tile.depth, triton.next_power_of_2(width)),
         num_warps=tile.num_warps,
-        **chained(expert_ids),
+        **overlapping(expert_ids),
     )
     return out
 
@@ -65,7 +65,7 @@ def pair_down(hidden: Tensor, expert_ids: Tensor, weights: Tensor, w_down: Tenso
         ROWS=tile.rows,
         DEPTH=min(tile.depth, triton.next_power_of_2(inner)),
         num_warps=tile.num_warps,
-        **chained(expert_ids),
+        **overlapping(expert_ids),
     )
     return out
 
@@ -82,10 +82,10 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """silu(gate) * up of one pair, some channels."""
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert < 0) | (expert >= NUM_EXPERTS):
@@ -120,7 +120,7 @@ def _down_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The weighted sum of a row's experts, some channels: all experts are read at once, then added one by one."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,7 +135,7 @@ def _down_kernel(
     read = routed[:, None, None] & (channel < WIDTH)[None, :, None]
     # The kernel before this one has waited for the ids; weights are read while it still computes the hidden channels.
     first = tl.load(matrix, mask=read & (column < INNER)[None, None, :], other=0.0)
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     a = tl.load(hidden, mask=routed[:, None] & (column < INNER)[None, :], other=0.0).to(tl.float32)
     total = a[:, None, :] * first.to(tl.float32)
     for k in tl.range(DEPTH, INNER, DEPTH, loop_unroll_factor=4):

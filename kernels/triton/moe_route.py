@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.carriers import RoutingMethod
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _TAKEN = tl.constexpr(-(2**31))
 
@@ -54,7 +54,7 @@ def moe_route(
         BEST_TWO=method.group_score == "top2_sum" and group_len > 1,
         UNIFORM=method.uniform,
         num_warps=1,
-        **chained(logits),
+        **overlapping(logits),
     )
     return ids, weights
 
@@ -83,9 +83,9 @@ def _route_kernel(
     KEPT: tl.constexpr,
     BEST_TWO: tl.constexpr,
     UNIFORM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K_BLOCK)
     at = row * TOP_K + slot

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.triton.attention_splits import (
@@ -21,7 +20,7 @@ from dist_infer.kernels.triton.attention_splits import (
     num_processors,
     split_length,
 )
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.paged_rows import LOG2_E, STEP_TENSORS, key_slots, load_rows, update_softmax
 
 _FEW_PROGRAMS = 16  # without splits; such few have shorter splits
@@ -66,10 +65,9 @@ def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
         ROWS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         KEYS=keys,
-        OVERLAP=overlaps(q),
         num_warps=warps,
         num_stages=stages,
-        launch_pdl=overlaps(q),
+        **overlapping(q),
     )
     results.merge(out, step.query_start, step.kv_lens, keys)
 
@@ -101,9 +99,7 @@ def _single_kernel(
     KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + seq)
     length = split_length(kv_len, num_splits, KEYS)

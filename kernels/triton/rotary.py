@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _ROWS = 32  # heads of tokens that a program of a large step takes
 
@@ -64,9 +63,8 @@ def rotary(
         HEADS=heads,
         HALF_BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
-        OVERLAP=overlaps(qkv),
         num_warps=4 if tokens > 1 else 2,
-        launch_pdl=overlaps(qkv),
+        **overlapping(qkv),
     )
     return out
 
@@ -106,9 +104,7 @@ def _rotary_kernel(
     REST_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     is_token = token < num_tokens

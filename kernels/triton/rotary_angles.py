@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _BLOCK = 128
 
@@ -24,9 +23,8 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: Tensor, dtype:
             cos.numel(),
             NUM_PAIRS=len(frequencies),
             BLOCK=_BLOCK,
-            OVERLAP=overlaps(cos),
             num_warps=4,
-            launch_pdl=overlaps(cos),
+            **overlapping(cos),
         )
     return cos, sin
 
@@ -43,9 +41,7 @@ def _angles_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = idx < num_angles
     position = tl.load(positions + idx // NUM_PAIRS, mask=inside, other=0).to(tl.float64)

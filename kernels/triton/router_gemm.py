@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.triton.chained_launch import chained, wait_for_inputs
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _PIECE = 2048  # tokens that are widened together
 
@@ -71,7 +71,7 @@ def run_tile(x: Tensor, weight: Tensor, out: Tensor, tile: _Tile) -> None:
         DEPTH=min(tile.depth, triton.next_power_of_2(width)),
         UNROLL=tile.unroll,
         num_warps=tile.num_warps,
-        **chained(x),
+        **overlapping(x),
     )
 
 
@@ -87,9 +87,9 @@ def _router_kernel(
     EXPERTS: tl.constexpr,
     DEPTH: tl.constexpr,
     UNROLL: tl.constexpr,
-    CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(CHAINED)
+    wait_for_inputs(OVERLAP)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, DEPTH)

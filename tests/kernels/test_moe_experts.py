@@ -295,7 +295,7 @@ def test_products_compile_for_hopper(
     types["weight"] = f"tensordesc<bf16[{tile.block_n}, {tile.block_k}]>"
     if product == "down":
         types["hidden_matrix"] = f"tensordesc<bf16[{block_m}, {tile.block_k}]>"
-    sizes = {"CHAINED": True, "DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
+    sizes = {"OVERLAP": True, "DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
     sizes |= {"TOP_K": 8} if product == "gate_up" else {"HIDDEN_DESCRIPTOR": True}
     sizes |= dict(zip(("BLOCK_N", "BLOCK_K", "SWAP", "TAILS"), tile.sizes, strict=True))
     made = compile_ahead(kernel, types, sizes, **tile.launch)

@@ -205,7 +205,7 @@ def test_the_kernel_compiles_for_hopper() -> None:
     types = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | dict.fromkeys(("num_real", "ids"), "*i32")
     types |= {"row_stride": "i32:16", "epsilon": "fp32", "scaling": "fp32"}
     method = {
-        "CHAINED": True,
+        "OVERLAP": True,
         "HAS_BIAS": True,
         "HAS_PADDING": True,
         "SOFTMAX": False,

@@ -95,7 +95,7 @@ def test_the_kernel_compiles_for_hopper() -> None:
     module = import_module("dist_infer.kernels.triton.router_gemm")
     tile = module.TILES[1]
     types = {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "num_tokens": "i32"}
-    sizes = {"NUM_EXPERTS": 128, "WIDTH": 2048, "CHAINED": True}
+    sizes = {"NUM_EXPERTS": 128, "WIDTH": 2048, "OVERLAP": True}
     sizes |= {"TOKENS": tile.tokens, "EXPERTS": tile.experts, "DEPTH": tile.depth, "UNROLL": tile.unroll}
     made = compile_ahead(module._router_kernel, types, sizes, num_warps=tile.num_warps)
     assert made.spilled_bytes == 0
