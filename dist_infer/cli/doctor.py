@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-from dist_infer.checkpoint.cache_folder import open_private_folder
+from dist_infer.cache_folder import open_private_folder
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.findings import AFTER_START, Finding, show
 from dist_infer.errors import ExitCode, UsageError

@@ -44,6 +44,7 @@ class Environment:
         and an allocator of device memory that doesn't break it into pieces.
         """
         env.setdefault("TRITON_CACHE_DIR", str(self.cache_dir / "triton"))
+        env.setdefault("CUTE_DSL_CACHE_DIR", str(self.cache_dir / "cute"))
         if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name of the other
             env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

@@ -24,6 +24,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from torch import Tensor
 
 from dist_infer.kernels.cute import mla_few_rows, mla_many_rows
+from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.mla_merge import NUM_WARPS as MERGE_WARPS
 from dist_infer.kernels.cute.mla_merge import merge_parts
 from dist_infer.kernels.cute.mla_tiles import BLOCK, LATENT, NUM_BLOCKS, TILE, WIDTH, box_place, plan_work, tiles_of
@@ -156,11 +157,18 @@ def mla_decode(
 
 @cache
 def compiled(variant: Variant, options: str = "") -> Callable[..., Any]:
-    """The launch of a variant, on the current CUDA device's architecture unless `options` name one."""
+    """The launch of a variant, on the current CUDA device and from the cache unless `options` compile it anew."""
+    if not options:
+        return load_or_compile("mla_decode", repr(variant), lambda: _compile(variant))
+    launch: Callable[..., Any] = _compile(variant, options)
+    return launch
+
+
+def _compile(variant: Variant, options: str = "") -> Any:
     dtype = _DTYPES[variant.dtype]
     by_row = {"stride_order": (1, 0)}
     num_seqs = cute.sym_int()
-    launch: Callable[..., Any] = cute.compile(
+    return cute.compile(
         _Launch(variant),
         make_fake_compact_tensor(dtype, (cute.sym_int(), WIDTH), assumed_align=16, **by_row),
         make_fake_tensor(dtype, (cute.sym_int(), WIDTH), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
@@ -180,7 +188,6 @@ def compiled(variant: Variant, options: str = "") -> Callable[..., Any]:
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )
-    return launch
 
 
 class _Launch:

@@ -77,8 +77,12 @@ def test_libraries_find_their_variables() -> None:
     environment = Environment(launcher=None, cache_dir=Path("/cache"))
     env: dict[str, str] = {}
     environment.export(env)
-    assert env == {"TRITON_CACHE_DIR": "/cache/triton", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    chosen = {"TRITON_CACHE_DIR": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    assert env == {
+        "TRITON_CACHE_DIR": "/cache/triton",
+        "CUTE_DSL_CACHE_DIR": "/cache/cute",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    chosen = {"TRITON_CACHE_DIR": "/mine", "CUTE_DSL_CACHE_DIR": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     env = dict(chosen)
     environment.export(env)
     assert env == chosen

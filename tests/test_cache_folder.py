@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_infer.checkpoint.cache_folder import locked, open_private_folder
+from dist_infer.cache_folder import locked, open_private_folder
 from dist_infer.errors import UsageError
 
 HOLD_LOCK = """
