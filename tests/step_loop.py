@@ -24,6 +24,7 @@ class StepLoop:
     wait: Callable[[SampledIds], None] = lambda tokens: None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     kinds: list[BatchKind] = field(default_factory=list)
+    launched: list[tuple[BatchKind, int, int]] = field(default_factory=list)  # kind, sequences, rows of the graph
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class StepLoop:
     def _launch(self, batch: Batch | None, prepared: PreparedStep, decision: Decision) -> None:
         self.num_steps += 1
         self.kinds.append(decision.kind)
+        self.launched.append((decision.kind, batch.num_seqs if batch is not None else 0, decision.graph_bucket))
         self._in_flight.append((batch, self.step_runner.launch(prepared, decision)))
 
     def _collect(self, depth: int) -> None:

@@ -16,16 +16,19 @@ from dist_infer.comm.agreement import EAGER
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh, split_heads, split_sizes
 from dist_infer.config import SchedulerConfig
+from dist_infer.graphs import default_sizes
 from dist_infer.kv_cache import KVCache
 from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
 from dist_infer.runner import Runner
 from dist_infer.step_runner import SampledIds, StepRunner
 from dist_infer.types import Batch, BatchKind, Request, SamplingParams
-from dist_infer.warmup import warm_up
+from dist_infer.warmup import make_batch as make_step_batch
+from dist_infer.warmup import run_step, warm_up
 from tests.batches import Part, make_batch
 from tests.fake_collectives import run_mesh
 from tests.gpu_models import REAL_SHAPES, make_real_shaped, make_step_runner
+from tests.late_compiles import noted_compiles
 from tests.step_loop import StepLoop, alone
 from tests.tiny_models import fill, load_tiny_model, read_config, safetensors_torch
 
@@ -197,24 +200,103 @@ def test_tokens_of_graphs_are_those_of_eager_steps(llama: Path) -> None:
     assert alone_again.serve(requests[5:6])[5] == replayed.tokens[5]
 
 
+def memory_taken() -> tuple[int, ...]:
+    """Bytes that torch holds of the device, how often it has asked the driver for some, and had to give some back."""
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return torch.cuda.memory_reserved(), stats["num_device_alloc"], stats["num_device_free"], stats["num_alloc_retries"]
+
+
 @pytest.mark.parametrize("num_steps", [400, pytest.param(20_000, marks=pytest.mark.soak)], ids=["short", "long"])
-def test_memory_stays_as_it_was_after_the_warm_up(llama: Path, num_steps: int) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:-1]], ids=["all sizes", "largest batch eager"])
+def test_memory_and_graphs_stay_as_they_were_after_the_warm_up(
+    llama: Path, num_steps: int, sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A decode step is launched kernel by kernel only where no graph is large enough, and that is said once."""
     model = load_tiny_model(llama, dtype=torch.bfloat16, device="cuda")
-    step_runner = make_step_runner(model, CONFIG, torch.bfloat16, graph_sizes=SIZES)
+    step_runner = make_step_runner(model, CONFIG, torch.bfloat16, graph_sizes=sizes)
     warm_up(step_runner, CONFIG, world_size=1, on_progress=lambda _: None)
     loop = StepLoop(step_runner, CONFIG, wait)
-    torch.cuda.synchronize()
-    reserved = torch.cuda.memory_reserved()
-    next_id = 0
-    while loop.num_steps < num_steps:
-        if loop.scheduler.live < 8:
-            loop.admit(make_requests(5, first_id=next_id))
-            next_id += 5
-        loop.step()
-    loop.serve([])
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_reserved() == reserved
+    next_id, before = 0, memory_taken()
+    with noted_compiles() as late:
+        while loop.num_steps < num_steps // 2:  # of each of the two cases
+            if loop.scheduler.live < 8:
+                loop.admit(make_requests(5, first_id=next_id))
+                next_id += 5
+            loop.step()
+            if loop.num_steps % 1000 == 0:
+                assert memory_taken() == before
+        loop.serve([])
+    assert memory_taken() == before
+    assert not late
     assert set(loop.kinds) == {BatchKind.PREFILL, BatchKind.EXTEND, BatchKind.DECODE}
+    decodes = [(size, bucket) for kind, size, bucket in loop.launched if kind is BatchKind.DECODE]
+    assert all((bucket == EAGER) is (size > sizes[-1]) for size, bucket in decodes)
+    assert {size for size, _ in decodes} >= {1, CONFIG.max_num_seqs}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (sizes[-1] < CONFIG.max_num_seqs)
+    assert all("larger than the largest graph" in warning for warning in warnings)
+
+
+def test_a_step_that_planned_memory_does_not_hold_is_an_error(llama: Path) -> None:
+    model = load_tiny_model(llama, dtype=torch.bfloat16, device="cuda")
+    step_runner = make_step_runner(model, CONFIG, torch.bfloat16, graph_sizes=SIZES)
+    pages = range(CONFIG.max_model_len // 16 + 1)
+    beyond = Part(token_ids=[1], start=CONFIG.max_model_len, pages=pages, state_row=0)
+    before = memory_taken()
+    with pytest.raises(ValueError, match="17 pages, but only 16 are planned for"):
+        run(step_runner, [beyond], eager=False)
+    rows = [Part(token_ids=[1], start=5, pages=[0], state_row=row) for row in range(CONFIG.max_num_seqs + 1)]
+    with pytest.raises(ValueError, match="state row 6 is not below max_num_seqs 6"):
+        run(step_runner, rows, eager=False)
+    assert memory_taken() == before
+
+
+LATE = SchedulerConfig(
+    max_model_len=2048, max_num_seqs=40, max_num_tokens=1200, block_size=16, num_kv_blocks=300, depth=1
+)
+WAYS = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 7, 1.0), (1.2, 40, 0.8), (1.0, 0, 0.95)]
+
+
+def random_batch(random: np.random.Generator) -> Batch:
+    """Decodes, prompts and chunks of prompts of any lengths, within the limits of LATE."""
+    parts: list[tuple[int, int]] = []
+    num_left, num_seqs = LATE.max_num_tokens, int(random.integers(1, LATE.max_num_seqs + 1))
+    only_decodes = random.random() < 0.4
+    while len(parts) < num_seqs and num_left:
+        new = 1 if only_decodes or random.random() < 0.5 else min(num_left, int(2 ** random.uniform(0, 10.3)))
+        history = int(2 ** random.uniform(0, 10)) if random.random() < 0.7 or only_decodes else 0
+        parts.append((new, min(new + history, LATE.max_model_len)))
+        num_left -= new
+    ways = [WAYS[idx] for idx in random.integers(len(WAYS), size=int(random.integers(1, 4)))]
+    return make_step_batch(parts, block_size=LATE.block_size, ways=ways)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_nothing_is_compiled_once_the_warm_up_is_over(folder: Path, dtype: torch.dtype) -> None:
+    """Steps of all kinds and sizes, eager and as graphs, and requests with every option of sampling."""
+    model = load_tiny_model(folder, dtype=dtype, device="cuda")
+    step_runner = make_step_runner(model, LATE, dtype, graph_sizes=default_sizes(LATE.max_num_seqs))
+    warm_up(step_runner, LATE, world_size=1, on_progress=lambda _: None)
+    random = np.random.default_rng(0)
+    with noted_compiles() as late:
+        for _ in range(100):
+            run_step(step_runner, random_batch(random), world_size=1)
+        StepLoop(step_runner, LATE, wait).serve(make_requests(12))
+        options: dict[str, Any] = {"logprobs": 3, "min_p": 0.1, "logit_bias": ((3, 2.0),), "frequency_penalty": 0.5}
+        sampling = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=2, **options)
+        StepLoop(step_runner, LATE, wait).serve(
+            [Request(request_id=idx, prompt_ids=tuple(PROMPTS[idx]), sampling=sampling) for idx in range(3)]
+        )
+    assert not late, "\n".join(dict.fromkeys(late))
+
+
+def test_a_compile_after_the_warm_up_would_be_noted(llama: Path) -> None:
+    model = load_tiny_model(llama, dtype=torch.float16, device="cuda")
+    step_runner = make_step_runner(model, CONFIG, torch.float16)
+    with noted_compiles() as noted:
+        run(step_runner, [part(0, 0, 40)], eager=True)
+    assert any("triton" in line for line in noted)
 
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 2), (1, 1), (2, 2), (2, 1)])
