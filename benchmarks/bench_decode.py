@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -31,8 +31,8 @@ import torch
 
 from benchmarks.timing import RESULTS, BenchmarkError, Row, device_name, floor_us, write_results
 from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
-from dist_infer.comm.agreement import Decision
-from dist_infer.comm.collectives import SingleCollectives
+from dist_infer.comm.agreement import ControlPlane, Decision
+from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import ModelConfig, SchedulerConfig
 from dist_infer.dispatcher import Dispatcher, Incoming
@@ -148,27 +148,65 @@ class TimedRunner:
         return statistics.median(busy), statistics.median(gaps)
 
 
-class Served:
-    """A model with its engine, as `dist-infer run` makes it for one rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's place among those that serve a model together."""
 
-    def __init__(self, folder: ModelFolder, *, uniform_routing: bool) -> None:
+    mesh: Mesh
+    tp: Collectives
+    world: Collectives
+    control: ControlPlane
+    vote: Callable[[str, BaseException | None], object]
+    largest: Callable[[int], int]  # of the numbers of all ranks
+
+
+def alone() -> Place:
+    """A world of one."""
+    return Place(
+        mesh=Mesh.create(world=1, rank=0),
+        tp=SingleCollectives(),
+        world=SingleCollectives(),
+        control=LocalControl(Alarm()),
+        vote=lambda stage, error: None,
+        largest=lambda number: number,
+    )
+
+
+class Served:
+    """A model with its engine, as `dist-infer run` makes it for one rank.
+
+    Ranks: all methods are collective over the world of `place`.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        *,
+        uniform_routing: bool,
+        place: Place | None = None,
+        batches: Sequence[int] = BATCHES,
+    ) -> None:
+        """For `batches` of all groups together."""
         device = torch.device("cuda", torch.cuda.current_device())
+        self.place = place or alone()
         started_s = time.perf_counter()
-        self.plan: ShardPlan = plan_shard(folder, Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
+        self.plan: ShardPlan = plan_shard(folder, self.place.mesh, dtype="bfloat16", device=device)
         self.shard: Shard = load_shard(
             self.plan,
-            SingleCollectives(),
+            self.place.tp,
+            world=self.place.world,
             uniform_routing=uniform_routing,
             dummy_seed=0,
             on_tensor=lambda _: None,
         )
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - started_s
+        own = [-(-batch // self.place.mesh.dp) for batch in batches]
         longest = max(PREFILL + BLOCK_SIZE, CONTEXT + TIMED_STEPS)
-        num_pages = max(BATCHES) * (-(-(CONTEXT + TIMED_STEPS) // BLOCK_SIZE) + 2) + longest // BLOCK_SIZE
+        num_pages = max(own) * (-(-(CONTEXT + TIMED_STEPS) // BLOCK_SIZE) + 2) + longest // BLOCK_SIZE
         self.config = SchedulerConfig(
             max_model_len=longest,
-            max_num_seqs=max(BATCHES),
+            max_num_seqs=max(own),
             max_num_tokens=PREFILL,
             block_size=BLOCK_SIZE,
             num_kv_blocks=num_pages,
@@ -176,24 +214,25 @@ class Served:
             depth=1,
         )
         started_s = time.perf_counter()
-        self.runner = TimedRunner(self._make_runner())
+        self.runner = TimedRunner(self._make_runner(own))
         self.runner.inner.capture(CudaCapture(device))
-        warm_up(self.runner.inner, self.config, world_size=1, on_progress=lambda _: None)
+        warm_up(self.runner.inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
         self.warm_s = time.perf_counter() - started_s
         self.requests = Requests()
+        mesh = self.place.mesh
         self.engine = Engine(
-            mesh=self.plan.mesh,
-            control=LocalControl(Alarm()),
-            scheduler=Scheduler(self.config, 0),
+            mesh=mesh,
+            control=self.place.control,
+            scheduler=Scheduler(self.config, mesh.dp_rank),
             runner=self.runner,
             watch=NoWatch(),
             stop_requested=lambda: False,
-            vote=lambda stage, error: None,
+            vote=self.place.vote,
             depth=1,
-            dispatcher=Dispatcher(self.requests, 1, 10**6),
+            dispatcher=Dispatcher(self.requests, mesh.dp, 10**6) if mesh.rank == 0 else None,
         )
 
-    def _make_runner(self) -> StepRunner:
+    def _make_runner(self, graph_sizes: Sequence[int]) -> StepRunner:
         model, plan = self.shard.model, self.plan
         if model.graph_blocker is not None:
             raise BenchmarkError(f"no graphs: {model.graph_blocker}")
@@ -201,17 +240,18 @@ class Served:
             model,
             self.config,
             heads=plan.heads,
-            tp=SingleCollectives(),
+            tp=self.place.tp,
             dtype=plan.dtype,
             device=plan.device,
-            graph_sizes=BATCHES,
+            graph_sizes=graph_sizes,
         )
 
     def decode(self, batch: int) -> tuple[float, float, float]:
         """Microseconds of a step on the host's clock, and of the device: busy, gap."""
         prompt_len = CONTEXT - FIRST_STEPS - TIMED_STEPS // 2
-        self.requests.put(batch, prompt_len, FIRST_STEPS + TIMED_STEPS + 4, self.plan.config.vocab_size)
-        for _ in range(-(-batch * prompt_len // PREFILL) + FIRST_STEPS):
+        self._put(batch, prompt_len, FIRST_STEPS + TIMED_STEPS + 4)
+        own_tokens = -(-batch // self.place.mesh.dp) * prompt_len
+        for _ in range(-(-own_tokens // PREFILL) + FIRST_STEPS):
             self.engine.step()
         times_s = [time.perf_counter()]
         for _ in range(TIMED_STEPS):
@@ -226,14 +266,19 @@ class Served:
         """Microseconds of a prompt of 8,192 tokens."""
         times_us = []
         for _ in range(4):
-            self.requests.put(1, PREFILL, 1, self.plan.config.vocab_size)
+            self._put(1, PREFILL, 1)
             started_s = time.perf_counter()
             self._finish()
             times_us.append((time.perf_counter() - started_s) * 1e6)
         return statistics.median(times_us[1:])
 
+    def _put(self, count: int, prompt_len: int, max_tokens: int) -> None:
+        if self.place.mesh.rank == 0:
+            self.requests.put(count, prompt_len, max_tokens, self.plan.config.vocab_size)
+
     def _finish(self) -> None:
-        while self.requests.num_open:
+        """Steps until all requests have ended, which only rank 0 sees."""
+        while self.place.largest(self.requests.num_open):
             self.engine.step()
         self.runner.marks.clear()
 

@@ -275,9 +275,10 @@ def _shm_opener(mesh: Mesh, store: Store, timeout_s: float, on_wait: Callable[[]
 
 def _nccl_opener(mesh: Mesh, store: Store, device: torch.device, timeout: timedelta) -> Callable[[Axis], Wire]:
     try:
-        dist.init_process_group(
-            "nccl", store=store, rank=mesh.rank, world_size=mesh.world, timeout=timeout, device_id=device
-        )
+        if not dist.is_initialized():  # one world, whatever meshes are opened on it
+            dist.init_process_group(
+                "nccl", store=store, rank=mesh.rank, world_size=mesh.world, timeout=timeout, device_id=device
+            )
     except RuntimeError as error:
         raise DistInferError(
             f"NCCL did not start on rank {mesh.rank}, {device}, in {timeout.total_seconds():g} s: {error}"

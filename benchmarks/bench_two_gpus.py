@@ -1,0 +1,143 @@
+"""Decode steps of the whole engine on two GPUs beside one of them, with dummy weights.
+
+    python -m dist_infer.launch.mpirun -n 2 -- python -m benchmarks.bench_two_gpus [MODEL ...]
+
+Models are folders in tests/data/models; bench_decode says how a step is measured. First each GPU serves the model by
+itself, both at the same time; then they serve it together: one sequence on one group of two ranks (tp=2), and where
+there are experts 128 sequences on two groups that share them (dp=2 ep=2). A figure is that of the slower rank. The peer
+is one GPU with the same sequences in the same process: tokens a second grow as the time shrinks.
+
+Rows of models that are not named are kept as they are in the results.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.bench_decode import CONTEXT, MODELS, PREFILL, Place, Served
+from benchmarks.timing import RESULTS, Row, device_name, write_results
+from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collectives
+from dist_infer.config import ModelConfig
+from dist_infer.errors import ExitCode, UsageError
+from dist_infer.kernels.dispatch import Target
+from dist_infer.launch.world import World, run_world
+from dist_infer.models.registry import parse_config
+
+BENCH = "bench_two_gpus"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How two ranks serve a batch."""
+
+    name: str
+    dp: int
+    batch: int
+
+
+ONE_GROUP = Layout("tp=2", 1, 1)
+TWO_GROUPS = Layout("dp=2 ep=2", 2, 128)
+
+
+def together(world: World, layout: Layout, config: ModelConfig) -> Place:
+    """Both ranks serve one model. Ranks: collective over the world."""
+    mesh = Mesh.create(world=world.size, rank=world.rank, dp=layout.dp)
+    axes = world.communicators(mesh)
+    target = Target(device=world.device, dtype=torch.bfloat16)
+    tp = open_peer_collectives(axes.tp, target, max_tokens=PREFILL, hidden=config.hidden_size)
+    return Place(
+        mesh=mesh,
+        tp=tp,
+        world=tp if layout.dp == 1 else axes.world,
+        control=world.control,
+        vote=world.vote,
+        largest=lambda number: -world.all_min([-number])[0],
+    )
+
+
+def measure(name: str, world: World) -> Iterator[Row]:
+    """The rows of a model. Ranks: collective over the world."""
+    folder = open_model_folder(MODELS / name, weights=False)
+    config = parse_config(folder.config)
+    positions = max(config.max_position_embeddings, 2 * PREFILL)
+    folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
+    has_experts = config.moe is not None
+    layouts = (ONE_GROUP, TWO_GROUPS) if has_experts else (ONE_GROUP,)
+    served = Served(folder, uniform_routing=has_experts, batches=[layout.batch for layout in layouts])
+    one_us = {layout.batch: slowest(world, served.decode(layout.batch)[0]) for layout in layouts}
+    del served
+    for layout in layouts:
+        free_memory()
+        place = together(world, layout, config)
+        served = Served(folder, uniform_routing=has_experts, place=place, batches=[layout.batch])
+        step_us, busy_us, gap_us = served.decode(layout.batch)
+        yield Row(
+            case=f"{name} bf16 {layout.name} context={CONTEXT} b={layout.batch}",
+            ours_us=slowest(world, step_us),
+            library="peer memory" if isinstance(place.tp, PeerCollectives) else "nccl",
+            peers={"one GPU": one_us[layout.batch]},
+            bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
+        )
+        del served
+        if isinstance(place.tp, PeerCollectives):
+            place.tp.close()
+
+
+def slowest(world: World, time_us: float) -> float:
+    """The largest of all ranks' times. Ranks: collective over the world."""
+    return -world.all_min([-round(time_us * 1e3)])[0] / 1e3
+
+
+def free_memory() -> None:
+    """What a model has left, graphs included."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def kept_rows(device: torch.device, name: str) -> list[Row]:
+    """Rows of models other than this one that the results hold."""
+    path = RESULTS / f"{BENCH}-{device_name(device, 2)}.json"
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return [Row(**row) for row in rows if row["case"].split()[0] != name]
+
+
+def run(names: list[str], world: World) -> int:
+    """Measures all models and writes after each. Ranks: collective over the world."""
+    if world.size != 2 or world.device.type != "cuda" or world.gpu_shared:
+        raise UsageError("bench_two_gpus needs two ranks with a GPU each")
+    for name in names:
+        rows = kept_rows(world.device, name)
+        for row in measure(name, world):
+            rows.append(row)
+            if world.rank == 0:
+                gain = row.peers["one GPU"] / row.ours_us
+                sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {gain:.2f} times the speed of one GPU\n")
+                sys.stdout.write(f"    {dict(row.peers)}, {dict(row.bounds)}\n")
+                sys.stdout.flush()
+        if world.rank == 0:
+            write_results(BENCH, sorted(rows, key=lambda row: row.case), device=world.device, num_devices=2)
+        free_memory()
+    return ExitCode.DONE
+
+
+def main() -> None:
+    """Measures and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=sorted(path.name for path in MODELS.iterdir()))
+    names: list[str] = parser.parse_args().models
+    sys.exit(run_world(partial(run, names), device="cuda"))
+
+
+if __name__ == "__main__":
+    main()
