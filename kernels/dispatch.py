@@ -7,6 +7,7 @@ call). Reasons are kept, so that `Selection.explain` can say why a library was p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,10 +17,18 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dist_infer.errors import UsageError
+from dist_infer.kernels.measured import Measured, entries_for
 
 F = TypeVar("F", bound=Callable[..., object])
 Sizes = Mapping[str, int]
 _NO_SIZES: Sizes = MappingProxyType({})
+
+
+class Phase(StrEnum):
+    """Parts of a step that an op of attention may leave to different libraries: several tokens a sequence, or one."""
+
+    CONTEXT = "context"
+    GENERATION = "generation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,11 @@ class Target:
     device: torch.device
     dtype: torch.dtype
     geometry: Sizes = field(default_factory=dict)
+
+    @property
+    def device_name(self) -> str:
+        """As tables of measurements call it."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
 
 def runs_anywhere(target: Target) -> str | None:
@@ -80,7 +94,9 @@ class Library(Generic[F]):
 
     `is_available` is static (device, architecture, package, dtype, geometry), `supports` is cheap. A library with
     `default=False` is used only when an order names it. One that is `graph_safe` can be captured in a CUDA graph: it
-    reads sizes from the device, never waits for it, and takes the host's copies as upper bounds.
+    reads sizes from the device, never waits for it, and takes the host's copies as upper bounds. One with `prepare`
+    is fast on weights that went through it, once, when they had been loaded. `phases` are those that it has, of an op
+    that has any.
     """
 
     name: str
@@ -89,31 +105,45 @@ class Library(Generic[F]):
     supports: Callable[[Sizes], str | None] = any_sizes
     default: bool = True
     graph_safe: bool = False
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
+    phases: tuple[Phase, ...] = tuple(Phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Generic[F]):
-    """The libraries of an op that can run on a target, best first, and why the others can't."""
+    """The libraries of an op that can run on a target, best first, and why the others can't.
+
+    Where something was `measured`, the library that was the fastest comes before that order.
+    """
 
     op: str
     libraries: tuple[Library[F], ...]
     rejected: tuple[tuple[str, str], ...]  # (name, reason)
+    geometry: Sizes = field(default_factory=dict)
+    measured: tuple[Measured, ...] = ()
 
     def pick(self, sizes: Sizes = _NO_SIZES) -> Library[F]:
         """The first library that supports these sizes.
 
         Errors: UsageError with every reason when there is none.
         """
-        for library in self.libraries:
+        for library in self._ordered(sizes):
             if library.supports(sizes) is None:
                 return library
         raise UsageError(f"no library can run {self.op}: {self.explain(sizes)}")
+
+    def _ordered(self, sizes: Sizes) -> tuple[Library[F], ...]:
+        if not self.measured:
+            return self.libraries
+        known = {**self.geometry, **sizes}
+        fastest = next((entry.library for entry in self.measured if entry.holds(known)), None)
+        return tuple(sorted(self.libraries, key=lambda library: library.name != fastest))
 
     def explain(self, sizes: Sizes = _NO_SIZES) -> str:
         """One line: the choice for these sizes, then every library passed over with its reason."""
         chosen: str | None = None
         notes = [f"{name} rejected ({reason})" for name, reason in self.rejected]
-        for library in self.libraries:
+        for library in self._ordered(sizes):
             reason = library.supports(sizes)
             if reason is not None:
                 notes.append(f"{library.name} rejected ({reason})")
@@ -124,22 +154,41 @@ class Selection(Generic[F]):
         return "; ".join([f"{self.op}: {chosen or 'none'}", *notes])
 
 
-def resolve(op: str, libraries: Sequence[Library[F]], target: Target, order: str = "") -> Selection[F]:
-    """The libraries that can run on `target`, in `order` (see `order_libraries`).
+def resolve(
+    op: str,
+    libraries: Sequence[Library[F]],
+    target: Target,
+    order: str = "",
+    *,
+    phase: Phase | None = None,
+    measured: Sequence[Measured] = (),
+) -> Selection[F]:
+    """The libraries that can run on `target`, or one phase of the op there, in `order` (see `order_libraries`).
 
+    What was `measured` counts where no order is given.
     Errors: UsageError for a malformed order, and when none can run.
     """
     ordered = order_libraries(op, libraries, order)
-    reasons = [(library, library.is_available(target)) for library in ordered]
+    op = f"{op}.{phase}" if phase else op
+    reasons = [(library, _reason_against(library, target, phase)) for library in ordered]
     unnamed = [(library.name, "not in the order") for library in libraries if library not in ordered]
+    entries: tuple[Measured, ...] = ()
+    if measured and not order.strip(" ,"):
+        entries = entries_for(measured, device=target.device_name, op=op, geometry=target.geometry)
     selection = Selection(
         op=op,
         libraries=tuple(library for library, reason in reasons if reason is None),
         rejected=(*((library.name, reason) for library, reason in reasons if reason is not None), *unnamed),
+        geometry=target.geometry,
+        measured=entries,
     )
     if not selection.libraries:
         raise UsageError(f"no library can run {op} on {target.device} in {target.dtype}: {selection.explain()}")
     return selection
+
+
+def _reason_against(library: Library[F], target: Target, phase: Phase | None) -> str | None:
+    return f"has no {phase} phase" if phase and phase not in library.phases else library.is_available(target)
 
 
 def order_libraries(op: str, libraries: Sequence[Library[F]], order: str = "") -> tuple[Library[F], ...]:

@@ -6,6 +6,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.onednn.linear import linear as onednn_linear
+from dist_infer.kernels.onednn.linear import pack, runs_onednn
 from dist_infer.kernels.reference.linear import linear as reference_linear
 
 LinearFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -26,6 +28,7 @@ LIBRARIES: tuple[Library[LinearFunction], ...] = (
         is_available=takes_few_rows,
         graph_safe=True,
     ),
+    Library(name="onednn", function=onednn_linear, is_available=runs_onednn, graph_safe=True, prepare=pack),
     Library(name="torch", function=reference_linear, graph_safe=True),
 )
 

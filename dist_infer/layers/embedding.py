@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_infer.comm.mesh import split_range
 from dist_infer.kernels import embedding as embedding_op
-from dist_infer.kernels import linear as linear_op
+from dist_infer.layers.product import Product
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -49,8 +49,16 @@ class VocabHead:
         self.vocab_size = vocab_size
         self.held = split_range(vocab_size, setup.tp.size, setup.tp.rank)
         self.tied = tied_to is not None
-        self.weight = setup.empty(len(self.held), hidden_size) if tied_to is None else tied_to.weight
-        self._library = setup.choose("linear", linear_op.LIBRARIES, inputs=hidden_size, outputs=len(self.held))
+        shared = None if tied_to is None else tied_to.weight
+        self._product = Product(len(self.held), hidden_size, setup, shared=shared, stays_wide=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows held, once they are loaded in the form of the library that multiplies them.
+
+        Shapes: [V, D].
+        """
+        return self._product.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """This rank's logits; gathering or reducing them is the sampler's.
@@ -58,7 +66,7 @@ class VocabHead:
         Shapes: hidden [L, D] -> [L, V].
         Ranks: local.
         """
-        return linear_op.linear(hidden, self.weight, library=self._library)
+        return self._product(hidden)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The tensor `{prefix}weight`; none when tied."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dist_infer.kernels import linear as op
-from dist_infer.layers.quantized import QuantizedWeight, Quantizer, misfit
+from dist_infer.layers.product import Product
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -24,51 +23,22 @@ class OutputRows:
     held: range
 
 
-class _Product:
-    """A rank's part of a matrix and the product with it, in the dtype of the model or, once loaded, quantised."""
-
-    def __init__(self, outputs: int, inputs: int, setup: LayerSetup) -> None:
-        self.shape = (outputs, inputs)
-        self.weight = setup.empty(outputs, inputs)
-        self.quantized: QuantizedWeight | None = None
-        self._library = setup.choose("linear", op.LIBRARIES, inputs=inputs, outputs=outputs)
-        if setup.weight_format is None:
-            return
-        reason = misfit(setup.weight_format, inputs, outputs)
-        if reason is not None:
-            setup.on_choice(f"a weight {inputs} -> {outputs} isn't quantised: {reason}")
-            return
-        self._quantizer = Quantizer.choose(setup.weight_format, inputs, outputs, setup)
-        setup.on_loaded.append(self._quantize)
-
-    def _quantize(self) -> int:
-        num_bytes = self.weight.nbytes
-        self.quantized = self._quantizer(self.weight)
-        self.weight = self.weight.new_empty(0)
-        return num_bytes - self.quantized.num_bytes
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.quantized is not None:
-            return self.quantized(x, bias)
-        return op.linear(x, self.weight, bias, library=self._library)
-
-
 class ColumnParallelLinear:
     """Several matrices with one input, stacked: this rank's rows of each, in the order given."""
 
     def __init__(self, in_features: int, parts: Sequence[OutputRows], *, bias: bool, setup: LayerSetup) -> None:
         num_rows = sum(len(part.held) for part in parts)
         self.parts = tuple(parts)
-        self._product = _Product(num_rows, in_features, setup)
+        self._product = Product(num_rows, in_features, setup)
         self.bias = setup.empty(num_rows) if bias else None
 
     @property
     def weight(self) -> Tensor | None:
-        """All rows; None once they are quantised.
+        """All rows; None where they are put into another form when they have been loaded.
 
         Shapes: [N of this rank, K].
         """
-        return None if self._product.quantized is not None else self._product.weight
+        return self._product.weight if self._product.stays_plain else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's outputs.
@@ -102,7 +72,7 @@ class RowParallelLinear:
     def __init__(self, total: int, held: range, out_features: int, *, bias: bool, setup: LayerSetup) -> None:
         self.total = total
         self.held = held
-        self._product = _Product(out_features, len(held), setup)
+        self._product = Product(out_features, len(held), setup)
         self.bias = setup.empty(out_features) if bias else None
         self._adds_bias = setup.tp.rank == 0
 

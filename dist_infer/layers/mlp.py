@@ -25,9 +25,11 @@ class GatedMlp:
             setup=setup,
         )
         self.down = RowParallelLinear(intermediate_size, held, hidden_size, bias=bias, setup=setup)
-        self._library = setup.choose("gated_linear", op.LIBRARIES, inputs=hidden_size, intermediate=len(held))
+        self._gated: Library[op.GatedLinearFunction] | None = None
         self._activation: Library[activation_op.SiluMulFunction] | None = None
-        if setup.weight_format is not None:
+        if self.gate_up.weight is not None:
+            self._gated = setup.choose("gated_linear", op.LIBRARIES, inputs=hidden_size, intermediate=len(held))
+        else:
             self._activation = setup.choose("silu_mul", activation_op.LIBRARIES, intermediate=len(held))
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -36,12 +38,15 @@ class GatedMlp:
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local.
         """
+        return self.down(self._activated(hidden))
+
+    def _activated(self, hidden: Tensor) -> Tensor:
         weight = self.gate_up.weight
-        if weight is not None:
-            return self.down(op.gated_linear(hidden, weight, self.gate_up.bias, library=self._library))
+        if self._gated is not None and weight is not None:
+            return op.gated_linear(hidden, weight, self.gate_up.bias, library=self._gated)
         if self._activation is None:
-            raise ValueError("a weight is quantised that the setup didn't ask for")
-        return self.down(activation_op.silu_mul(self.gate_up(hidden), library=self._activation))
+            raise ValueError("the weight of gates and ups is in another form than when the layer was built")
+        return activation_op.silu_mul(self.gate_up(hidden), library=self._activation)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`gate_proj`, `up_proj` and `down_proj` under `prefix`."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.linear import LIBRARIES, LinearFunction, linear
 from dist_infer.kernels.triton.linear import _row_product, _tile_product, few_rows
 from tests.devices import DEVICES
@@ -40,6 +40,54 @@ def test_against_the_formula(
     out = linear(x, weight, bias if with_bias else None, library=library)
     assert out.is_contiguous()
     check_error(out, truth, yardstick)
+
+
+ONEDNN = next(library for library in LIBRARIES if library.name == "onednn")
+
+
+def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with its terms added in their order in float32, rounded; then the bias."""
+    total = torch.zeros(len(x), len(weight))
+    for column, factors in zip(x.float().T, weight.float().T, strict=True):
+        total += column[:, None] * factors
+    return total.to(x.dtype) + (0 if bias is None else bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(63, 97), (1, 5), (130, 1)])
+def test_onednn_on_packed_and_other_weights(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """Rows of wider matrices and none at all."""
+    if ONEDNN.is_available(Target(device=torch.device("cpu"), dtype=dtype)) is not None:
+        pytest.skip("oneDNN can't multiply in this dtype here")
+    assert ONEDNN.prepare is not None
+    generator = torch.Generator().manual_seed(inputs)
+    weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((outputs, inputs), (outputs,)))
+    packed = ONEDNN.prepare(weight)
+    for num_rows in (0, 1, 17):
+        x = torch.randn(num_rows, inputs + 8, generator=generator).to(dtype)[:, 5 : 5 + inputs]
+        for added in (None, bias):
+            truth = x.double() @ weight.double().T + (0 if added is None else added.double())
+            yardstick = one_by_one(x, weight, added)
+            for operand in (packed, weight):
+                out = linear(x, operand, added, library=ONEDNN)
+                assert out.is_contiguous()
+                check_error(out, truth, yardstick)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "geometry", "reason"),
+    [
+        ("cuda", torch.float32, {}, "needs a CPU, not cuda"),
+        ("cpu", torch.float64, {}, "takes float32 and bfloat16, not float64"),
+        ("cpu", torch.float16, {}, "takes float32 and bfloat16, not float16"),
+        ("cpu", torch.float32, {"inputs": 0, "outputs": 4}, "the weight is empty"),
+        ("cpu", torch.float32, {"inputs": 4, "outputs": 4}, None),
+    ],
+)
+def test_what_onednn_takes(device: str, dtype: torch.dtype, geometry: dict[str, int], reason: str | None) -> None:
+    if ONEDNN.is_available(Target(device=torch.device("cpu"), dtype=torch.float32)) is not None:
+        pytest.skip("no oneDNN here")
+    assert ONEDNN.is_available(Target(device=torch.device(device), dtype=dtype, geometry=geometry)) == reason
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -41,9 +41,16 @@ def test_head_gives_logits_of_real_ids_only(size: int) -> None:
     close(torch.cat([logits for _, logits in results], 1), hidden @ WEIGHT.T)
 
 
-def test_tied_head_has_no_tensor_of_its_own() -> None:
-    setup = setup_of(SingleCollectives())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tied_head_has_no_tensor_of_its_own(dtype: torch.dtype) -> None:
+    """One that is loaded once is the embedding's and the head's, also where the head keeps it in another form."""
+    setup = setup_of(SingleCollectives(), dtype)
     layer = VocabEmbedding(VOCAB, HIDDEN, setup)
     head = VocabHead(VOCAB, HIDDEN, setup, tied_to=layer)
-    assert head.weight is layer.weight
     assert list(head.weight_slots("h.")) == []
+    fill(layer.weight_slots("e."), {"e.weight": WEIGHT})
+    for finish in setup.on_loaded:
+        finish()
+    hidden = random(2, HIDDEN, seed=1).to(dtype)
+    torch.testing.assert_close(head(hidden), hidden @ WEIGHT.to(dtype).T)
+    assert torch.equal(layer(torch.tensor([3, 1])), WEIGHT.to(dtype)[[3, 1]])

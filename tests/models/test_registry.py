@@ -146,7 +146,7 @@ def test_build_model_chooses_kernels_once_and_says_so() -> None:
         tp=SingleCollectives(),
         dtype="bfloat16",
         device=torch.device("cpu"),
-        kernel_orders={"rms_norm": "+torch"},
+        kernel_orders={"rms_norm": "+torch", "linear": "torch"},
         on_choice=lines.append,
     )
     ops = {line.split(":")[0] for line in lines}

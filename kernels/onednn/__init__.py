@@ -1,0 +1,1 @@
+"""oneDNN on a CPU, through the operators that torch has for it."""
