@@ -8,7 +8,6 @@ parameters that it uses.
 A kernel that does both by `wait_for_inputs` lets nothing start before all that came before it is done. So the kernel
 behind it may read before it waits, in a graph and outside, what was written in front of the two.
 """
-# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
 
 from functools import cache
 from typing import Any
