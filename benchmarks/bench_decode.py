@@ -19,10 +19,9 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,23 @@ import torch
 
 from benchmarks.timing import RESULTS, BenchmarkError, Row, device_name, floor_us, write_results
 from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
-from dist_infer.comm.agreement import ControlPlane, Decision
+from dist_infer.comm.agreement import ControlPlane
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import Mesh
-from dist_infer.config import ModelConfig, SchedulerConfig
+from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher, Incoming
 from dist_infer.engine import Engine
 from dist_infer.errors import ExitCode
 from dist_infer.graphs import CudaCapture
-from dist_infer.kv_cache import block_bytes
 from dist_infer.launch.channel import LocalControl
 from dist_infer.launch.failure import Alarm
 from dist_infer.models.registry import parse_config
 from dist_infer.scheduler import Scheduler
 from dist_infer.shard import Shard, ShardPlan, load_shard, plan_shard
+from dist_infer.step_floor import StepFloor, routed_parameters
+from dist_infer.step_meter import CudaMarks, StepTimes, TimedRunner
 from dist_infer.step_runner import PreparedStep, SampledIds, StepRunner, build_step_runner
-from dist_infer.types import Batch, Request, SamplingParams, StepOutput
+from dist_infer.types import Request, SamplingParams, StepOutput
 from dist_infer.warmup import warm_up
 
 BENCH = "bench_decode"
@@ -110,42 +110,6 @@ class NoWatch:
     def sleeping(self) -> Iterator[None]:
         """See Watch."""
         yield
-
-
-@dataclass
-class TimedRunner:
-    """A step runner between events of the device."""
-
-    inner: StepRunner
-    marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
-    _begun: torch.cuda.Event | None = None
-
-    def graph_bucket(self, batch: Batch) -> int:
-        """See StepRunner."""
-        return self.inner.graph_bucket(batch)
-
-    def prepare(self, batch: Batch) -> PreparedStep:
-        """See StepRunner."""
-        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._begun.record()
-        return self.inner.prepare(batch)
-
-    def launch(self, step: PreparedStep, decision: Decision) -> SampledIds:
-        """See StepRunner."""
-        tokens = self.inner.launch(step, decision)
-        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        ended.record()
-        if self._begun is not None:
-            self.marks.append((self._begun, ended))
-        return tokens
-
-    def device_us(self, num_steps: int) -> tuple[float, float]:
-        """Medians of the last steps: busy, and the gap to the next one."""
-        torch.cuda.synchronize()
-        last = list(self.marks)[-num_steps:]
-        busy = [begun.elapsed_time(ended) * 1e3 for begun, ended in last]
-        gaps = [last[idx][1].elapsed_time(last[idx + 1][0]) * 1e3 for idx in range(len(last) - 1)]
-        return statistics.median(busy), statistics.median(gaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +178,11 @@ class Served:
             depth=1,
         )
         started_s = time.perf_counter()
-        self.runner = TimedRunner(self._make_runner(own))
-        self.runner.inner.capture(CudaCapture(device))
-        warm_up(self.runner.inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
+        inner = self._make_runner(own)
+        inner.capture(CudaCapture(device))
+        warm_up(inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
+        self.steps: list[StepTimes] = []
+        self.runner: TimedRunner[PreparedStep, SampledIds] = TimedRunner(inner, CudaMarks(), self.steps.append)
         self.warm_s = time.perf_counter() - started_s
         self.requests = Requests()
         mesh = self.place.mesh
@@ -257,10 +223,18 @@ class Served:
         for _ in range(TIMED_STEPS):
             self.engine.step()
             times_s.append(time.perf_counter())
-        busy_us, gap_us = self.runner.device_us(TIMED_STEPS)
+        busy_us, gap_us = self._device_us(TIMED_STEPS)
         self._finish()
         steps_us = [(after - before) * 1e6 for before, after in pairwise(times_s)]
         return statistics.median(steps_us), busy_us, gap_us
+
+    def _device_us(self, num_steps: int) -> tuple[float, float]:
+        """Medians of the last steps: busy, and the gap before."""
+        torch.cuda.synchronize()
+        self.runner.tell()
+        last = self.steps[-num_steps:]
+        gaps = [step.gap_us for step in last if step.gap_us is not None]
+        return statistics.median(step.busy_us for step in last), statistics.median(gaps)
 
     def prefill(self) -> float:
         """Microseconds of a prompt of 8,192 tokens."""
@@ -280,45 +254,24 @@ class Served:
         """Steps until all requests have ended, which only rank 0 sees."""
         while self.place.largest(self.requests.num_open):
             self.engine.step()
-        self.runner.marks.clear()
+        self.steps.clear()
 
 
-def decode_floor_us(plan: ShardPlan, shard: Shard, batch: int) -> float:
+def decode_floor_us(floor: StepFloor, batch: int) -> float:
     """Of a step of `batch` sequences of CONTEXT tokens."""
-    config = plan.config
-    table_bytes = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2
-    expert_bytes = routed_bytes(config)
-    dense_bytes = shard.parameter_bytes - table_bytes - expert_bytes  # of the embedding's table a few rows are read
-    hit = share_hit(config, batch)
-    kv_bytes = batch * CONTEXT * block_bytes(config, plan.heads, 1, plan.dtype)
-    active_bytes = dense_bytes + expert_bytes * share_hit(config, 1)
-    return floor_us(read_bytes=dense_bytes + expert_bytes * hit + kv_bytes, flops=batch * active_bytes)
+    read_bytes = floor.read_bytes(num_tokens=batch, kv_tokens=batch * CONTEXT)
+    return floor_us(read_bytes=read_bytes, flops=batch * floor.read_bytes(num_tokens=1, kv_tokens=0))
 
 
 def prefill_floor_us(plan: ShardPlan, shard: Shard) -> float:
     """Of PREFILL tokens: the arithmetic of the matrices, but for the head's, and of the attention."""
     config = plan.config
     tables_bytes = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size * 2
-    expert_bytes = routed_bytes(config)
-    used_bytes = shard.parameter_bytes - tables_bytes - expert_bytes * (1 - share_hit(config, 1))
+    unused_bytes = 2 * routed_parameters(config) * (1 - StepFloor.of(plan, shard).share_hit(1))
+    used_bytes = shard.parameter_bytes - tables_bytes - unused_bytes
     value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
     attention = config.num_layers * config.num_heads * (config.head_dim + value_dim) * PREFILL**2
     return floor_us(read_bytes=shard.parameter_bytes, flops=PREFILL * used_bytes + attention)
-
-
-def routed_bytes(config: ModelConfig) -> int:
-    """Of all routed experts, in bf16."""
-    if config.moe is None:
-        return 0
-    each = 3 * config.hidden_size * config.moe.expert_intermediate_size * 2
-    return len(config.moe.moe_layers) * config.moe.num_experts * each
-
-
-def share_hit(config: ModelConfig, batch: int) -> float:
-    """The share of the experts that evenly routed tokens are expected to hit."""
-    if config.moe is None:
-        return 1.0
-    return 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
 
 
 def measure(name: str) -> list[Row]:
@@ -336,7 +289,7 @@ def measure(name: str) -> list[Row]:
                 case=f"{name} bf16 tp=1 context={CONTEXT} b={batch}",
                 ours_us=step_us,
                 library="graph",
-                floor_us=decode_floor_us(served.plan, served.shard, batch),
+                floor_us=decode_floor_us(StepFloor.of(served.plan, served.shard), batch),
                 bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
             )
         )

@@ -23,6 +23,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from dist_infer import step_floor
+
 Inputs = TypeVar("Inputs")
 Run = Callable[[Inputs], Sequence[torch.Tensor]]  # its outputs
 
@@ -30,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 POISON = 0xA5  # a byte; in no format a NaN, so that poisoned inputs of an in-place op don't stick
 
 # What one H200 reaches at best, for lower bounds.
-READ_TB_PER_S = 4.534
+READ_TB_PER_S = step_floor.READ_TB_PER_S["NVIDIA H200"]
 COPY_TB_PER_S = 4.26  # bytes read and written together
 TFLOP_PER_S = {"bf16": 784.5, "fp8": 1453.8}
 

@@ -23,7 +23,7 @@ kernels/sample_filtered).
 Source: vLLM, vllm/v1/sample/sampler.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -116,17 +116,29 @@ class Sampler:
 
     @classmethod
     def choosing(
-        cls, tp: Collectives, vocab_range: range, vocab_size: int, *, device: torch.device, dtype: torch.dtype
+        cls,
+        tp: Collectives,
+        vocab_range: range,
+        vocab_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_choice: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """One with the best libraries for logits of `dtype` on `device`."""
+        """One with the best libraries for logits of `dtype` on `device`; `on_choice` gets a line for each."""
         target = Target(device=device, dtype=dtype, geometry={"columns": len(vocab_range)})
+        sample = resolve("sample", sample_op.LIBRARIES, target)
+        filtered = resolve("sample_filtered", filter_op.LIBRARIES, target)
+        top_k = resolve("top_k", top_k_op.LIBRARIES, target)
+        for line in (sample.explain(), filtered.explain(), top_k.explain()):
+            on_choice(line)
         return cls(
             tp,
             vocab_range,
             vocab_size,
-            sample_library=resolve("sample", sample_op.LIBRARIES, target).pick(),
-            filter_library=resolve("sample_filtered", filter_op.LIBRARIES, target).pick(),
-            top_k_library=resolve("top_k", top_k_op.LIBRARIES, target).pick(),
+            sample_library=sample.pick(),
+            filter_library=filtered.pick(),
+            top_k_library=top_k.pick(),
         )
 
     @property

@@ -4,7 +4,7 @@ Each function is local and may fail on one rank alone; whoever calls them lets t
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -48,6 +48,7 @@ class Shard:
     tp: Collectives
     parameter_bytes: int  # on this rank
     model_bytes: int  # of the whole model in this dtype
+    choices: Sequence[str] = ()  # of kernel libraries, a line each; steps may add to them
 
 
 def plan_shard(
@@ -103,6 +104,12 @@ def load_shard(
     Errors: UsageError, CheckpointError naming file and tensor.
     """
     on_loaded: list[Callable[[], int]] = []
+    choices: list[str] = []
+
+    def note_choice(line: str) -> None:
+        _log.debug("%s", line)
+        choices.append(line)
+
     model = build_model(
         plan.config,
         tp=tp,
@@ -114,7 +121,7 @@ def load_shard(
         uniform_routing=uniform_routing,
         weight_format=weight_format,
         on_loaded=on_loaded,
-        on_choice=lambda line: _log.debug("%s", line),
+        on_choice=note_choice,
     )
     slots = list(model.weight_slots())
     source: TensorSource = SafetensorsSource(plan.folder.path) if dummy_seed is None else DummySource(slots, dummy_seed)
@@ -125,7 +132,7 @@ def load_shard(
     model_bytes = sum(tensor_bytes.values())
     del slots, source  # they hold the weights
     parameter_bytes -= sum(quantize() for quantize in on_loaded)
-    return Shard(model=model, tp=tp, parameter_bytes=parameter_bytes, model_bytes=model_bytes)
+    return Shard(model=model, tp=tp, parameter_bytes=parameter_bytes, model_bytes=model_bytes, choices=choices)
 
 
 def num_kv_blocks(

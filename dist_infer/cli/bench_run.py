@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from dist_infer.cli.bench_options import DEFAULT_INPUT_LEN, DEFAULT_NUM_PROMPTS, DEFAULT_OUTPUT_LEN, BenchOptions
+from dist_infer.cli.bench_steps import BenchSteps
 from dist_infer.cli.bench_table import render
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.serving import agree_on_options, describe_job, report_ready, request_limits, serve
@@ -56,13 +57,22 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
     config = agree_on_limits(options, plan, shard, world)
     runner = make_step_runner(options, plan, shard, config, world)
     summary.mark("warm up")
+    steps = BenchSteps(plan, shard, config, runner, world)
     job = stage(
-        world, "make the requests", lambda: _make_job(options, plan, config, summary) if world.rank == 0 else None
+        world,
+        "make the requests",
+        lambda: _make_job(options, plan, config, summary, steps) if world.rank == 0 else None,
     )
     report_ready(world, plan, shard, config, seed)
     summary.facts |= describe_job(plan, config, seed)
     summary.job = job
-    return serve(world, plan, config, runner, summary, frontend=job, max_inflight=options.max_inflight)
+
+    def end() -> None:
+        summary.facts["steps"] = steps.fields()
+
+    return serve(
+        world, plan, config, steps.runner, summary, frontend=job, max_inflight=options.max_inflight, on_end=end
+    )
 
 
 def _check_routing(options: BenchOptions, plan: ShardPlan) -> None:
@@ -70,13 +80,20 @@ def _check_routing(options: BenchOptions, plan: ShardPlan) -> None:
         raise UsageError("--uniform-routing is for models with experts, this one has none; leave it out")
 
 
-def _make_job(options: BenchOptions, plan: ShardPlan, config: SchedulerConfig, summary: RunSummary) -> BenchJob:
+def _make_job(
+    options: BenchOptions, plan: ShardPlan, config: SchedulerConfig, summary: RunSummary, steps: BenchSteps
+) -> BenchJob:
     seed = options.seed or 0
     requests = _requests(options, plan, config, seed)
     warmup = warmup_requests(requests, count=options.warmup, vocab_size=plan.config.vocab_size, seed=seed)
     arrivals_s = None
     if options.request_rate is not None:
         arrivals_s = poisson_arrivals(len(requests), options.request_rate, seed)
+
+    def begin() -> None:
+        summary.mark("warm up")
+        steps.report.start()
+
     summary.facts = {"bench": _describe(options, requests)}
     return BenchJob(
         requests,
@@ -84,7 +101,7 @@ def _make_job(options: BenchOptions, plan: ShardPlan, config: SchedulerConfig, s
         arrivals_s=arrivals_s,
         meter=summary.meter,
         clock=summary.clock,
-        on_warm=lambda: summary.mark("warm up"),
+        on_warm=begin,
     )
 
 

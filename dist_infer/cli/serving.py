@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,14 +19,13 @@ from dist_infer.cli.startup import stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher, Frontend
-from dist_infer.engine import Engine
+from dist_infer.engine import Engine, StepRunner
 from dist_infer.errors import UsageError
 from dist_infer.intake.sampling_defaults import read_sampling_defaults
 from dist_infer.intake.validate import RequestLimits
 from dist_infer.launch.world import World
 from dist_infer.scheduler import Scheduler, check_fits
 from dist_infer.shard import Shard, ShardPlan
-from dist_infer.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 _INFLIGHT_PER_SEQ = 4  # requests alive on rank 0 for each sequence of a step: enough to balance and never run dry
@@ -71,13 +70,22 @@ def serve(
     frontend: Frontend | None,
     max_inflight: int | None,
     grace_s: float | None = None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> int:
-    """Steps until all is answered; the exit code of all. Rank 0 has the frontend."""
+    """Steps until all is answered; the exit code of all. Rank 0 has the frontend.
+
+    `on_end` is called on all ranks behind the last step of a job that has not failed.
+    """
     dispatcher: Dispatcher | None = None
     if frontend is not None:
         room = max_inflight or _INFLIGHT_PER_SEQ * config.max_num_seqs * plan.mesh.dp
         dispatcher = Dispatcher(frontend, plan.mesh.dp, max_inflight=room, meter=summary.meter, grace_s=grace_s)
     scheduler = Scheduler(config, plan.mesh.dp_rank)
+
+    def end() -> None:
+        on_end()
+        gather_reports(world, scheduler, summary)
+
     engine = Engine(
         mesh=plan.mesh,
         control=world.control,
@@ -88,7 +96,7 @@ def serve(
         vote=world.vote,
         depth=config.depth,
         dispatcher=dispatcher,
-        on_end=lambda: gather_reports(world, scheduler, summary),
+        on_end=end,
     )
     summary.mark("prepare")
     summary.meter.start()

@@ -233,8 +233,20 @@ def _build_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, graph_
     )
 
 
-def _sampler(plan: ShardPlan, shard: Shard) -> Sampler:
+def kernel_choices(plan: ShardPlan, shard: Shard) -> tuple[str, ...]:
+    """A line for each kernel library that the layers and the sampler have chosen. Ranks: local."""
+    of_sampler: list[str] = []
+    _sampler(plan, shard, of_sampler.append)
+    return (*shard.choices, *of_sampler)
+
+
+def _sampler(plan: ShardPlan, shard: Shard, on_choice: Callable[[str], None] = lambda _: None) -> Sampler:
     """Ranks: local."""
     return Sampler.choosing(
-        shard.tp, shard.model.vocab_range, plan.config.num_sampled_ids, device=plan.device, dtype=plan.dtype
+        shard.tp,
+        shard.model.vocab_range,
+        plan.config.num_sampled_ids,
+        device=plan.device,
+        dtype=plan.dtype,
+        on_choice=on_choice,
     )

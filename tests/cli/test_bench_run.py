@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_infer.errors import ExitCode
 from dist_infer.launch import mpirun
@@ -51,6 +52,32 @@ def test_random_prompts_in_two_groups(model: Path, tmp_path: Path) -> None:
     assert {"load", "warm up", "serve"} <= set(fields["seconds"])
     assert fields["per_second"]["output_tokens"] == pytest.approx(35 / fields["seconds"]["serve"])
     assert [rank["rank"] for rank in fields["ranks"]] == [0, 1]
+    steps = fields["steps"]
+    assert "steps of rank 0" in shown and "only on a GPU" in shown
+    assert (steps["device"], steps["profile"], steps["decode"]["floor_share"]) == ("cpu", None, None)
+    assert steps["decode"]["steps"] == steps["decode"]["busy_us"]["count"] > 0 == steps["decode"]["as_graphs"]
+    assert 0 < steps["decode"]["busy_share"] < 1
+    assert steps["libraries"]["rotary"] == steps["libraries"]["sample"] == ["torch"]
+
+
+@pytest.mark.gpu
+def test_steps_of_a_gpu(model: Path, tmp_path: Path) -> None:
+    result = tmp_path / "figures.json"
+    sizes = ["--num-prompts", "6", "--input-len", "20", "--output-len", "30", "--kv-memory-fraction", "0.05"]
+    code, shown = run_bench(1, [*sizes, "--model", str(model), "--dtype", "bfloat16", "--result", str(result)])
+    assert code == ExitCode.DONE, shown
+    steps = json.loads(result.read_text())["steps"]
+    decode, profile = steps["decode"], steps["profile"]
+    assert steps["device"] == "cuda" and decode["steps"] == decode["as_graphs"] > 20
+    assert decode["sequences_mean"] == 6 and 0 < decode["busy_share"] < 1
+    assert 0 < profile["busy_us"] <= profile["span_us"]
+    assert profile["num_kernels"] == sum(
+        kernel["launches"] for kernel in profile["kernels"] if not kernel["name"].startswith("Mem")
+    )
+    assert 10 < profile["num_kernels"] < 200
+    on_h200 = "H200" in torch.cuda.get_device_name()
+    assert 0 < decode["floor_share"] < 1 if on_h200 else decode["floor_share"] is None
+    assert steps["libraries"]["sample"] == ["triton"]
 
 
 def alone(arguments: list[str]) -> Any:

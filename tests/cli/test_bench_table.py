@@ -45,6 +45,41 @@ def test_figures_have_four_digits() -> None:
     assert rows["inter-token latency"] == ["-", "-", "-", "1.235", "-"]
 
 
+def test_steps_on_a_gpu_and_on_a_cpu() -> None:
+    times = {"count": 3, "mean": 4600.0, "p50": 4500.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
+    decode = {
+        "steps": 1200,
+        "as_graphs": 1199,
+        "sequences_mean": 31.5,
+        "kv_tokens_mean": 1e4,
+        "busy_us": times,
+        "gap_us": {**times, "p50": 3.0},
+        "busy_share": 0.98765,
+        "floor_share": 0.7431,
+    }
+    others = {"steps": 0, "tokens_mean": None, "busy_us": dict.fromkeys(times)}
+    libraries = {"linear": ["triton", "torch"], "rms_norm": ["triton"]}
+    profile = {"num_kernels": 292, "busy_us": 1.0, "span_us": 1.0, "kernels": []}
+    steps: dict[str, Any] = {
+        "device": "cuda",
+        "decode": decode,
+        "others": others,
+        "profile": profile,
+        "libraries": libraries,
+    }
+    rows = {cells[0]: cells[1] for cells in shown({**FIELDS, "steps": steps})}
+    assert (rows["decode steps"], rows["of them as graphs"], rows["sequences of one"]) == ("1,200", "1,199", "31.5")
+    assert (rows["milliseconds of one"], rows["microseconds of the GPU between two"]) == ("4.5", "3")
+    assert (rows["GPU busy"], rows["of the memory floor"], rows["kernels of one"]) == ("98.8 %", "74.3 %", "292")
+    assert (rows["linear"], rows["rms_norm"]) == ("triton, torch", "triton")
+    steps |= {"device": "cpu", "profile": None, "decode": {**decode, "floor_share": None}}
+    rows = {cells[0]: cells[1] for cells in shown({**FIELDS, "steps": steps})}
+    assert (rows["model busy"], rows["kernels of one"]) == ("98.8 %", "only on a GPU")
+    assert rows["of the memory floor"] == "this device's memory speed is not known"
+    steps |= {"device": "cuda", "decode": {**decode, "steps": 0}}
+    assert ["kernels of one", "no decode step"] in shown({**FIELDS, "steps": steps})
+
+
 def test_a_rate_is_shown() -> None:
     rows = {cells[0]: cells[1:] for cells in shown({**FIELDS, "bench": {**FIELDS["bench"], "request_rate": 2.5}})}
     assert rows["requests come"] == ["2.5 a second"]
