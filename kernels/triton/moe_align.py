@@ -28,13 +28,15 @@ _TABLE = tl.constexpr(32)  # blocks that are written together
 
 class PairBlocks(NamedTuple):
     """`order` holds pairs r K + k, expert by expert. `table` holds the expert of a block, -1 where it is unused, the
-    place of its first pair in `order`, and where the pairs of its expert end.
+    place of its first pair in `order`, and where the pairs of its expert end. `firsts` holds where the pairs of each
+    expert begin, then where the last one's end.
 
-    Shapes: order [P] int32, table [3, B] int32.
+    Shapes: order [P] int32, table [3, B] int32, firsts [E + 1] int32.
     """
 
     order: Tensor
     table: Tensor
+    firsts: Tensor
     block_len: int
 
 
@@ -44,12 +46,14 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
     num_blocks = (num_pairs + num_experts * (block_len - 1)) // block_len
     order = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
     table = torch.empty(3, num_blocks, dtype=torch.int32, device=expert_ids.device)
+    firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
     if num_pairs <= _FEW_PAIRS[-1]:
         chunk = next(size for size in _FEW_PAIRS if num_pairs <= size)
         _align_kernel[(num_experts,)](
             expert_ids,
             order,
             table,
+            firsts,
             num_pairs,
             num_blocks,
             block_len,
@@ -58,7 +62,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
             num_warps=4 if chunk == _FEW_PAIRS[0] else 8,
             **overlapping(expert_ids),
         )
-        return PairBlocks(order, table, block_len)
+        return PairBlocks(order, table, firsts, block_len)
     chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_pairs, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_pairs, chunk)
     counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=expert_ids.device)
@@ -74,6 +78,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
         counts,
         order,
         table,
+        firsts,
         num_pairs,
         num_blocks,
         num_chunks,
@@ -83,7 +88,7 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
         num_warps=8,
         **overlapping(expert_ids),
     )
-    return PairBlocks(order, table, block_len)
+    return PairBlocks(order, table, firsts, block_len)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks", "block_len"])
@@ -91,6 +96,7 @@ def _align_kernel(
     ids,
     order,
     table,
+    firsts,
     num_pairs,
     num_blocks,
     block_len,
@@ -106,6 +112,9 @@ def _align_kernel(
     first = tl.sum(((own >= 0) & (own < expert)).to(tl.int32))
     end = first + tl.sum(match)
     tl.store(order + first + tl.cumsum(match, 0) - 1, pair, mask=match > 0)
+    tl.store(firsts + expert, first)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(firsts + NUM_EXPERTS, end)
     _write_blocks(table, num_blocks, expert, first, end, block_len, NUM_EXPERTS)
 
 
@@ -136,6 +145,7 @@ def _place_kernel(
     counts,
     order,
     table,
+    firsts,
     num_pairs,
     num_blocks,
     num_chunks,
@@ -159,6 +169,9 @@ def _place_kernel(
         total += tl.sum(part, 0)
         before += tl.sum(tl.where(chunk < own_chunk, part, 0), 0)
     first = tl.cumsum(total, 0) - total
+    if own_chunk == 0:
+        tl.store(firsts + expert, first, mask=expert < NUM_EXPERTS)
+        tl.store(firsts + expert + 1, first + total, mask=expert == NUM_EXPERTS - 1)
     place = first + before
     for start in range(0, CHUNK, PAIRS):
         pair = own_chunk * CHUNK + start + tl.arange(0, PAIRS)

@@ -175,6 +175,7 @@ def test_pairs_are_put_in_the_order_of_their_experts(device: str, num_pairs: int
     order, table = blocks.order.cpu(), blocks.table.cpu()
     expected = ids.argsort(stable=True)[int((ids < 0).sum()) :]
     assert order[: len(expected)].tolist() == expected.tolist()
+    assert blocks.firsts.tolist() == [int(((ids >= 0) & (ids < expert)).sum()) for expert in range(num_experts + 1)]
     found = []
     for expert, start, end in table.T.tolist():
         if expert >= 0:
