@@ -7,17 +7,18 @@ kv_b into its query and into its result instead (absorbs), and reads each cached
 S sequences, T tokens, N heads, L latent, R rotated, P plain and V value channels, C slots of the cache.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
+from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target, deferred, on_cute, on_triton
+from dist_infer.kernels.phases import Attend, plan_by_phase
 from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+_CUTE_PAGES = (16, 32, 64, 128)
 
 
 class PlanFunction(Protocol):
@@ -43,12 +44,19 @@ def _on_latents_up_to_512(target: Target) -> str | None:
     return on_triton(target) if latent_dim <= 512 else f"takes latents of up to 512, not {latent_dim}"
 
 
+def _on_pages_of_cute(sizes: Sizes) -> str | None:
+    block_size = sizes.get("block_size", _CUTE_PAGES[0])
+    return None if block_size in _CUTE_PAGES else f"takes pages of {_CUTE_PAGES}, not {block_size}"
+
+
 LIBRARIES: tuple[Library[PlanFunction], ...] = (
     Library(
         name="cute",
         function=deferred("dist_infer.kernels.cute.mla_attention", "plan_mla_attention"),
         is_available=_on_latents_of_deepseek,
+        supports=_on_pages_of_cute,
         graph_safe=True,
+        phases=(Phase.GENERATION,),
     ),
     Library(
         name="triton",
@@ -56,12 +64,21 @@ LIBRARIES: tuple[Library[PlanFunction], ...] = (
         is_available=_on_latents_up_to_512,
         graph_safe=True,
     ),
-    Library(name="torch", function=reference_plan),
+    Library(name="reference", function=reference_plan),
 )
 
 
-def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, library: Library[PlanFunction]) -> Attend:
+def plan_mla_attention(
+    step: PagedStep,
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    library: Library[PlanFunction],
+    generation: Library[PlanFunction] | None = None,
+) -> Attend:
     """The attention of one step as a function (q, cache, kv_b) -> out.
+
+    Sequences with one query go to the library of `generation`, if it is another one; all others to `library`.
 
     Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t, whatever part of them was
     written by earlier steps; its own key is among them. key of head n = [kv_b[n, :P] latent, rotated], value =
@@ -87,7 +104,11 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, libr
     capacity = step.page_table.shape[1] * step.block_size
     if (kv_lens > capacity).any():
         raise ValueError(f"mla_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table")
-    planned = library.function(step, kv_lora_rank=kv_lora_rank, scale=scale)
+    context = partial(library.function, kv_lora_rank=kv_lora_rank, scale=scale)
+    if generation is None or generation is library:
+        planned = context(step)
+    else:
+        planned = plan_by_phase(step, context, partial(generation.function, kv_lora_rank=kv_lora_rank, scale=scale))
 
     def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
         plain_dim = q.shape[2] - (cache.shape[1] - kv_lora_rank)

@@ -6,17 +6,16 @@ An implementation is a function that plans one step (index tensors, splits, mask
 calls with its own cache. So the work that all layers share is done once a step, before the layers run.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.phases import Attend, Plan, plan_by_phase
 from dist_infer.kernels.reference.paged_attention import plan_paged_attention as reference_plan
-
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PlanFunction(Protocol):
@@ -41,7 +40,7 @@ LIBRARIES: tuple[Library[PlanFunction], ...] = (
         is_available=_on_triton_without_window,
         graph_safe=True,
     ),
-    Library(name="torch", function=reference_plan),
+    Library(name="reference", function=reference_plan),
 )
 
 
@@ -52,8 +51,11 @@ def plan_paged_attention(
     scale: float,
     window: int | None = None,
     library: Library[PlanFunction],
+    generation: Library[PlanFunction] | None = None,
 ) -> Attend:
     """The attention of one step as a function (q, k_cache, v_cache) -> out.
+
+    Sequences with one query go to the library of `generation`, if it is another one; all others to `library`.
 
     Query t of a sequence with q queries and kv_len keys sees keys 0 .. kv_len - q + t; its own key is among them, so
     it has been written before. With a `window` it sees the last `window` of these. Query head n reads KV head
@@ -83,10 +85,14 @@ def plan_paged_attention(
         raise ValueError(
             f"paged_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table"
         )
-    if window is None:
-        planned = library.function(step, num_kv_heads=num_kv_heads, scale=scale)
+    given: dict[str, Any] = {"num_kv_heads": num_kv_heads, "scale": scale}
+    if window is not None:
+        given["window"] = window
+    context: Plan = partial(library.function, **given)
+    if generation is None or generation is library:
+        planned = context(step)
     else:
-        planned = library.function(step, num_kv_heads=num_kv_heads, scale=scale, window=window)
+        planned = plan_by_phase(step, context, partial(generation.function, **given))
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         if (

@@ -50,9 +50,10 @@ class AttentionPlanner:
         self._num_kv_heads = len(shard.kv_heads)
         self._scale = config.head_dim**-0.5 * config.rope.score_factor
         self._window = config.sliding_window
-        self._library = setup.choose(
+        self._libraries = setup.choose_phases(
             "paged_attention",
             attention_op.LIBRARIES,
+            sizes={"seqs": 1},
             heads=len(shard.heads),
             kv_heads=len(shard.kv_heads),
             head_dim=config.head_dim,
@@ -64,8 +65,14 @@ class AttentionPlanner:
 
         Ranks: local.
         """
+        context, generation = self._libraries.pick_both(step)
         return attention_op.plan_paged_attention(
-            step, num_kv_heads=self._num_kv_heads, scale=self._scale, window=self._window, library=self._library
+            step,
+            num_kv_heads=self._num_kv_heads,
+            scale=self._scale,
+            window=self._window,
+            library=context,
+            generation=generation,
         )
 
 

@@ -40,12 +40,14 @@ class MlaPlanner:
         mla = latent_geometry(config)
         self._kv_lora_rank = mla.kv_lora_rank
         self._scale = mla.qk_head_dim**-0.5 * config.rope.score_factor
-        self._library = setup.choose(
+        self._libraries = setup.choose_phases(
             "mla_attention",
             attention_op.LIBRARIES,
-            heads=len(split_range(config.num_heads, setup.tp.size, setup.tp.rank)),
+            sizes={"seqs": 1},
+            heads=-(-config.num_heads // setup.tp.size),  # of the first rank: all ranks choose alike
             kv_lora_rank=mla.kv_lora_rank,
             rope_dim=mla.qk_rope_head_dim,
+            cache_bytes=setup.dtype.itemsize,
         )
 
     def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -53,8 +55,9 @@ class MlaPlanner:
 
         Ranks: local.
         """
+        context, generation = self._libraries.pick_both(step)
         return attention_op.plan_mla_attention(
-            step, kv_lora_rank=self._kv_lora_rank, scale=self._scale, library=self._library
+            step, kv_lora_rank=self._kv_lora_rank, scale=self._scale, library=context, generation=generation
         )
 
 

@@ -8,7 +8,8 @@ import torch
 
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
-from dist_infer.kernels.dispatch import Library, Target, resolve
+from dist_infer.kernels.choices import PhasedSelection, select, select_phases
+from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target
 from dist_infer.kernels.scaled_linear import WeightFormat
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -55,12 +56,23 @@ class LayerSetup:
     def choose(self, op: str, libraries: Sequence[Library[F]], **geometry: int) -> Library[F]:
         """The library that a layer uses from now on."""
         target = Target(device=self.device, dtype=self.dtype, geometry=geometry)
-        selection = resolve(op, libraries, target, self.kernel_orders.get(op, ""))
+        selection = select(op, libraries, target, self.kernel_orders)
         self.on_choice(selection.explain())
         library = selection.pick()
         if not library.graph_safe:
             self.graph_blockers.add(f"{op} by {library.name}")
         return library
+
+    def choose_phases(
+        self, op: str, libraries: Sequence[Library[F]], *, sizes: Sizes, **geometry: int
+    ) -> PhasedSelection[F]:
+        """What each step picks the libraries of its phases from; `sizes` are likely ones of a step."""
+        target = Target(device=self.device, dtype=self.dtype, geometry=geometry)
+        selection = select_phases(op, libraries, target, self.kernel_orders, self.on_choice, sizes=sizes)
+        library = selection.pick(Phase.GENERATION, sizes)  # steps of that phase alone are captured
+        if not library.graph_safe:
+            self.graph_blockers.add(f"{op}.{Phase.GENERATION} by {library.name}")
+        return selection
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter that the loader fills."""

@@ -1,6 +1,6 @@
-"""Latent attention with the decode of kernels/cute/mla_decode; all else of a step is Triton's.
+"""Latent attention of steps in which each sequence has one query, with the decode of kernels/cute/mla_decode.
 
-S sequences with one query each, N heads, L latent, R rotated, P plain and V value channels.
+S sequences, N heads, L latent, R rotated, P plain and V value channels.
 """
 
 from collections.abc import Callable
@@ -10,24 +10,27 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.cute.mla_decode import PAGE_SIZES, Workspace, choose_rows, mla_decode
-from dist_infer.kernels.triton.mla_attention import plan_mla_attention as plan_by_triton
+from dist_infer.kernels.cute.mla_decode import Workspace, choose_rows, mla_decode
 from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 
 
 def plan_mla_attention(
     step: PagedStep, *, kv_lora_rank: int, scale: float
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """See `dist_infer.kernels.mla_attention.plan_mla_attention`. Other page sizes than mla_decode's are Triton's."""
-    if step.block_size not in PAGE_SIZES:
-        return plan_by_triton(step, kv_lora_rank=kv_lora_rank, scale=scale)
+    """See `dist_infer.kernels.mla_attention.plan_mla_attention`; its generation phase alone."""
     workspace = cache(Workspace)  # one for all layers of the step
 
-    def attend(step: PagedStep, q: Tensor, cache_rows: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
+    def attend(q: Tensor, cache_rows: Tensor, kv_b: Tensor) -> Tensor:
+        value_dim = kv_b.shape[1] - (q.shape[2] - (cache_rows.shape[1] - kv_lora_rank))
+        out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
+        if len(q) == 0:
+            return out
+        q = q if q.stride(2) == 1 else q.contiguous()
         space = workspace(choose_rows(q.shape[1]), q.device)
         attend_absorbed(step, q, cache_rows, kv_b, scale, out, workspace=space)
+        return out
 
-    return plan_by_triton(step, kv_lora_rank=kv_lora_rank, scale=scale, absorbed=attend)
+    return attend
 
 
 def attend_absorbed(

@@ -24,12 +24,12 @@ def library_runs(
     libraries: Sequence[Library[Callable[..., Any]]],
     dtypes: Sequence[torch.dtype] | None = None,
     *,
-    names: Sequence[str] = ("triton", "torch"),
+    names: Sequence[str] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrizes a test over (library, device), or over (library, device, dtype): float64 is torch's alone."""
     switch_on()
     runs = []
-    for library in (named(libraries, name) for name in names):
+    for library in (named(libraries, name) for name in names or ("triton", libraries[-1].name)):
         interpreted = library.name == "triton"
         for device, marks in (("cpu", (_NOT_COMPILED,) if interpreted else ()), ("cuda", (pytest.mark.gpu,))):
             if dtypes is None:

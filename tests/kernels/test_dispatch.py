@@ -8,7 +8,18 @@ import torch
 
 import dist_infer.kernels
 from dist_infer.errors import UsageError
-from dist_infer.kernels.dispatch import Library, Sizes, Target, deferred, on_cute, on_triton, order_libraries, resolve
+from dist_infer.kernels.dispatch import (
+    Library,
+    Phase,
+    Sizes,
+    Target,
+    deferred,
+    on_cute,
+    on_triton,
+    order_libraries,
+    resolve,
+)
+from dist_infer.kernels.measured import Measured
 
 CPU = Target(device=torch.device("cpu"), dtype=torch.float32, geometry={"head_dim": 64})
 
@@ -79,6 +90,31 @@ def test_explain_names_the_choice_and_every_reason() -> None:
         "small rejected (at most 8 rows)"
     )
     assert "torch comes later" in resolve("op", LIBRARIES, CPU).explain({"rows": 1})
+
+
+def test_a_phase_is_chosen_by_itself() -> None:
+    half = Library(name="half", function=run_nothing, phases=(Phase.GENERATION,))
+    assert resolve("op", (half, TORCH), CPU, phase=Phase.GENERATION).pick() is half
+    context = resolve("op", (half, TORCH), CPU, phase=Phase.CONTEXT)
+    assert context.pick() is TORCH
+    assert context.explain() == "op.context: torch; half rejected (has no context phase)"
+    with pytest.raises(UsageError, match=r"op.context: none; half rejected \(has no context phase\)"):
+        resolve("op", (half, TORCH), CPU, "half", phase=Phase.CONTEXT)
+
+
+def test_what_was_measured_goes_first_unless_an_order_is_given() -> None:
+    fast_at_many = Measured(device="cpu", op="op", library="torch", sizes={"rows": range(4, 7)}, figures="1 us")
+    other_device = Measured(device="a GPU", op="op", library="torch", sizes={}, figures="1 us")
+    of_other_heads = Measured(device="cpu", op="op", library="torch", sizes={"head_dim": range(8)}, figures="1 us")
+    table = (other_device, of_other_heads, fast_at_many)
+    selection = resolve("op", LIBRARIES, CPU, measured=table)
+    assert selection.measured == (fast_at_many,)
+    picked = [selection.pick({"rows": rows}) for rows in (3, 4, 6, 7)]
+    assert picked == [SMALL, TORCH, TORCH, SMALL]
+    assert "op: torch; fast rejected" in selection.explain({"rows": 4})
+    assert resolve("op", LIBRARIES, CPU, "+small", measured=table).pick({"rows": 4}) is SMALL
+    slow = Measured(device="cpu", op="op", library="fast", sizes={}, figures="not on this machine")
+    assert resolve("op", LIBRARIES, CPU, measured=(slow,)).pick({"rows": 4}) is SMALL
 
 
 def test_nothing_left_is_an_error_with_the_reasons() -> None:

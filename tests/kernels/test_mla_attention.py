@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library, Target
+from dist_infer.kernels.dispatch import Library, Phase, Target
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
+from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.reference import mla_attention as reference
 from tests.kernels.aot import compile_ahead
 from tests.kernels.captured import captured
@@ -246,8 +247,31 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             planned(q, cache, kv_b)
 
 
+def test_each_phase_by_a_library_of_its_own() -> None:
+    """A library that is given the other phase's sequences would be found out."""
+
+    def plan(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+        assert {*np.diff(step.host_query_start)} <= {1}
+        return reference.plan_mla_attention(step, kv_lora_rank=kv_lora_rank, scale=scale)
+
+    generating: Library[PlanFunction] = Library(name="generating", function=plan, phases=(Phase.GENERATION,))
+    for lens in ("all kinds", "decode", "prefill", "nothing"):
+        case = make_case(STEPS[lens])
+        planned = plan_mla_attention(
+            case.step, kv_lora_rank=L, scale=SCALE, library=LIBRARIES[-1], generation=generating
+        )
+        assert torch.equal(planned(case.q, case.cache, case.kv_b), attend(case, LIBRARIES[-1]))
+
+
+def test_pages_that_cute_does_not_take_are_the_next_ones() -> None:
+    cute = named(LIBRARIES, "cute")
+    assert cute.phases == (Phase.GENERATION,)
+    assert cute.supports({"block_size": 64}) is None
+    assert cute.supports({"block_size": 24}) == "takes pages of (16, 32, 64, 128), not 24"
+
+
 def test_only_the_reference_has_wide_latents() -> None:
     target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"kv_lora_rank": 1024, "rope_dim": 64})
     reasons = {library.name: library.is_available(target) for library in LIBRARIES}
-    assert reasons["torch"] is None
+    assert reasons["reference"] is None
     assert reasons["triton"] == "takes latents of up to 512, not 1024"

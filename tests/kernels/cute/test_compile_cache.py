@@ -19,11 +19,11 @@ from dist_infer.kernels.cute import compile_cache
 
 
 class _Double:
-    @cute.jit
+    @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, x: cute.Tensor, stream: Any) -> None:
         self._kernel(x).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
-    @cute.kernel
+    @cute.kernel  # type: ignore[untyped-decorator]
     def _kernel(self, x: cute.Tensor) -> None:
         thread, _, _ = cute.arch.thread_idx()
         x[thread] = x[thread] * 2.0
