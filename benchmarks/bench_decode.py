@@ -1,6 +1,7 @@
 """A decode step of the whole engine on one GPU, and a prefill of 8,192 tokens, with dummy weights.
 
     python -m benchmarks.bench_decode [MODEL ...]        names of folders in tests/data/models; default: all
+    python -m benchmarks.bench_decode llama-3-8b --batches 1 --peers
 
 B prompts of equal length are served by the engine with decode graphs. A step's figure is the median of the host's time
 between two collected steps while all B sequences decode; their mean length is 1,024 tokens. `bounds` holds what the GPU
@@ -10,7 +11,8 @@ weights send all tokens to few experts, so models with experts route uniformly.
 The floor is that of the bytes read (parameters once, experts as many as B tokens hit, the KV cache of all sequences)
 and of the arithmetic. A prefill has the figure of the host: from its schedule until its token has been collected.
 
-Rows of models that are not named are kept as they are in the results.
+With `--peers` transformers serves dense models at batch 1 in the same process, random weights of the same shapes, after
+ours. Rows that are not measured are kept as they are in the results.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import generate_peer
 from benchmarks.timing import RESULTS, BenchmarkError, Row, device_name, floor_us, write_results
 from dist_infer.checkpoint.folder import ModelFolder, open_model_folder
 from dist_infer.comm.agreement import ControlPlane
@@ -274,58 +277,80 @@ def prefill_floor_us(plan: ShardPlan, shard: Shard) -> float:
     return floor_us(read_bytes=shard.parameter_bytes, flops=PREFILL * used_bytes + attention)
 
 
-def measure(name: str) -> list[Row]:
-    """The rows of a model."""
+def measure(name: str, batches: Sequence[int], *, with_peers: bool) -> list[Row]:
+    """The rows of a model; the prefill is one of them where all of BATCHES are."""
     folder = open_model_folder(MODELS / name, weights=False)
     positions = max(parse_config(folder.config).max_position_embeddings, PREFILL + BLOCK_SIZE)
     folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
     served = Served(folder, uniform_routing=True)
     sys.stdout.write(f"{name}: weights {served.load_s:.1f} s, graphs and warm-up {served.warm_s:.1f} s\n")
     rows = []
-    for batch in BATCHES:
+    for batch in batches:
         step_us, busy_us, gap_us = served.decode(batch)
+        peers: dict[str, float] = {}
+        not_run: dict[str, str] = {}
+        if with_peers and batch == 1 and served.plan.config.moe is None:
+            try:
+                peers[generate_peer.NAME] = generate_peer.generate_step_us(
+                    MODELS / name,
+                    batch=batch,
+                    context=CONTEXT,
+                    num_first=FIRST_STEPS,
+                    num_timed=TIMED_STEPS,
+                    device=served.plan.device,
+                )
+            except ImportError as error:
+                not_run[generate_peer.NAME] = str(error)
         rows.append(
             Row(
                 case=f"{name} bf16 tp=1 context={CONTEXT} b={batch}",
                 ours_us=step_us,
                 library="graph",
                 floor_us=decode_floor_us(StepFloor.of(served.plan, served.shard), batch),
+                peers=peers,
+                not_run=not_run,
                 bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
             )
         )
-    rows.append(
-        Row(
-            case=f"{name} bf16 tp=1 prefill={PREFILL}",
-            ours_us=served.prefill(),
-            library="eager",
-            floor_us=prefill_floor_us(served.plan, served.shard),
+    if tuple(batches) == BATCHES:
+        rows.append(
+            Row(
+                case=f"{name} bf16 tp=1 prefill={PREFILL}",
+                ours_us=served.prefill(),
+                library="eager",
+                floor_us=prefill_floor_us(served.plan, served.shard),
+            )
         )
-    )
     for row in rows:
         share = 100 * (row.floor_us or 0.0) / row.ours_us
-        bounds = ", ".join(f"{what} {value:.0f}" for what, value in row.bounds.items())
-        sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {share:.0f} % of floor; {bounds} us\n")
+        others = ", ".join(f"{what} {value:.0f}" for what, value in (*row.bounds.items(), *row.peers.items()))
+        sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {share:.0f} % of floor; {others} us\n")
     sys.stdout.flush()
     return rows
 
 
-def kept_rows(device: torch.device, name: str) -> list[Row]:
-    """Rows of models other than this one that the results hold."""
+def kept_rows(device: torch.device, measured: Sequence[Row]) -> list[Row]:
+    """Rows that the results hold beside those that have been measured."""
     path = RESULTS / f"{BENCH}-{device_name(device)}.json"
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return [Row(**row) for row in rows if row["case"].split()[0] != name]
+    cases = {row.case for row in measured}
+    return [Row(**row) for row in rows if row["case"] not in cases]
 
 
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=sorted(path.name for path in MODELS.iterdir()))
-    names: list[str] = parser.parse_args().models
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, choices=BATCHES)
+    parser.add_argument("--peers", action="store_true", help="serve dense models with transformers, too")
+    options = parser.parse_args()
+    names: list[str] = options.models
     device = torch.device("cuda", torch.cuda.current_device())
     for name in names:
-        rows = [*kept_rows(device, name), *measure(name)]
+        measured = measure(name, options.batches, with_peers=options.peers)
+        rows = [*kept_rows(device, measured), *measured]
         path = write_results(BENCH, sorted(rows, key=lambda row: row.case), device=device)
         sys.stdout.write(f"{path}\n")
         gc.collect()

@@ -7,7 +7,6 @@ writing, but without the start. transformers answers the same prompts, loaded be
 All are greedy in float32. Rounds alternate, and the best of each counts. Units: microseconds a generated token.
 """
 
-import importlib
 import json
 import os
 import random
@@ -21,11 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.generate_peer import import_transformers
 from benchmarks.timing import BenchmarkError, Row, write_results
 from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 
-ROOT = Path(__file__).parents[1]
 PROMPT_LEN = 32
 OUTPUT_LEN = 32
 NUM_SEQUENTIAL = 3  # of the requests, for the time of one by one
@@ -109,9 +108,7 @@ def _speed_ups(row: Row) -> Mapping[str, str]:
 
 def main() -> int:
     """Measures and writes the results. Errors: BenchmarkError where a bound is missed."""
-    # Its folders at the top of the repository would be taken for packages of others.
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
-    transformers = importlib.import_module("transformers")  # for the tests only, not among what the project needs
+    transformers = import_transformers()
     torch.set_num_threads(NUM_THREADS)
     path = find_model(None, Environment.read(os.environ).cache_dir).path
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
