@@ -19,6 +19,7 @@ from dist_infer.kernels import moe_route as route_op
 from dist_infer.kernels import router_gemm as router_op
 from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.layers.mlp import GatedMlp
+from dist_infer.layers.quantized_experts import ExpertQuantizer, QuantizedExperts
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -84,7 +85,22 @@ class Experts:
         inner = len(self._channels)
         self.gate_up = setup.empty(len(self.held), 2 * inner, hidden_size)
         self.down = setup.empty(len(self.held), hidden_size, inner)
-        self._library = setup.choose("moe_experts", experts_op.LIBRARIES, experts=len(self.held), intermediate=inner)
+        self._quantizer = ExpertQuantizer.choose(len(self.held), hidden_size, inner, setup)
+        self._quantized: QuantizedExperts | None = None
+        if self._quantizer is not None:
+            setup.on_loaded.append(self._quantize)
+        else:
+            sizes = {"experts": len(self.held), "intermediate": inner}
+            self._library = setup.choose("moe_experts", experts_op.LIBRARIES, **sizes)
+
+    def _quantize(self) -> int:
+        """Replaces the weights by quantised ones; the bytes it freed."""
+        if self._quantizer is None:
+            raise RuntimeError("these experts keep their weights")
+        num_bytes = self.gate_up.nbytes + self.down.nbytes
+        self._quantized = self._quantizer(self.gate_up, self.down)
+        self.gate_up, self.down = self.gate_up[:0].clone(), self.down[:0].clone()
+        return num_bytes - self._quantized.num_bytes
 
     def __call__(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the weighted sum; ids count the experts held, -1 is none of them.
@@ -92,6 +108,8 @@ class Experts:
         Shapes: hidden [R, D], expert_ids and weights [R, K] -> [R, D].
         Ranks: local.
         """
+        if self._quantized is not None:
+            return self._quantized(hidden, expert_ids, weights)
         return experts_op.moe_experts(hidden, expert_ids, weights, self.gate_up, self.down, library=self._library)
 
     def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:

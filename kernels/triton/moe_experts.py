@@ -38,11 +38,20 @@ def experts_by_block(
     x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, tiles: Tiles
 ) -> Tensor:
     """As moe_experts, for contiguous arguments and no empty dimension."""
-    num_rows, top_k = expert_ids.shape
-    num_experts, width, _ = w_down.shape
+    num_experts, top_k = len(w_down), expert_ids.shape[1]
     blocks = align(expert_ids, num_experts, tiles.block_m)
     outputs = down(gate_up(x, w_gate_up, blocks, top_k, tiles.gate_up), w_down, blocks, tiles.down)
-    out = torch.empty_like(x)
+    return sum_of_pairs(outputs, expert_ids, weights, num_experts)
+
+
+def sum_of_pairs(outputs: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """The weighted sum of each row's outputs, over k upwards in float32; those of no expert held are left out.
+
+    Shapes: outputs [R * K, D], expert_ids and weights [R, K] -> [R, D].
+    """
+    num_rows, top_k = expert_ids.shape
+    width = outputs.shape[1]
+    out = outputs.new_empty(num_rows, width)
     channels = min(_SUM_CHANNELS, triton.next_power_of_2(width))
     _sum_kernel[(num_rows, triton.cdiv(width, channels))](
         outputs,
@@ -53,7 +62,7 @@ def experts_by_block(
         NUM_EXPERTS=num_experts,
         WIDTH=width,
         CHANNELS=channels,
-        **overlapping(x),
+        **overlapping(outputs),
     )
     return out
 

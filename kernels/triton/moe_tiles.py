@@ -51,6 +51,13 @@ class PairTile:
 PAIR_GATE_UP = PairTile(1, 256, 1)
 PAIR_DOWN = PairTile(2, 256, 1)
 
+# Of gate and up and of down, by the format of the weights.
+QUANTIZED_PAIRS: Mapping[str, tuple[PairTile, PairTile]] = {
+    "fp8": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
+    "mxfp8": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
+    "nvfp4": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
+}
+
 HALF: Sequence[Tiles] = (
     Tiles(8, 16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3)),
     Tiles(24, 32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
@@ -63,7 +70,35 @@ WIDE: Sequence[Tiles] = (
 )
 
 
+# The products with quantised weights are always computed transposed. FP8 goes by 128 channels of either kind.
+QUANTIZED: Mapping[str, Sequence[Tiles]] = {
+    "fp8": (
+        Tiles(8, 16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+        Tiles(24, 32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+        Tiles(float("inf"), 64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
+    ),
+    "mxfp8": (
+        Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Tiles(float("inf"), 128, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ),
+    "nvfp4": (
+        Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+        Tiles(float("inf"), 128, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ),
+}
+
+
+def quantized_tiles_for(num_pairs: int, num_experts: int, quant_format: str) -> Tiles:
+    """The measured best on an H200."""
+    return _densest(QUANTIZED[quant_format], num_pairs / num_experts)
+
+
+def _densest(choices: Sequence[Tiles], density: float) -> Tiles:
+    return next(tiles for tiles in choices if density <= tiles.max_density)
+
+
 def tiles_for(num_pairs: int, num_experts: int, element_bytes: int) -> Tiles:
     """The measured best for bfloat16 and float16 on an H200; what float32 gets is only known to fit."""
-    density = num_pairs / num_experts
-    return next(tiles for tiles in (HALF if element_bytes == 2 else WIDE) if density <= tiles.max_density)
+    return _densest(HALF if element_bytes == 2 else WIDE, num_pairs / num_experts)

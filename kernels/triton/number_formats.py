@@ -299,11 +299,8 @@ _SPREAD_E2M1 = tl.constexpr(
 
 
 @triton.jit
-def decode_nvfp4(codes, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """Packed codes [ROWS, COLUMNS / 2] and E4M3 scale bytes [ROWS, COLUMNS / 16] to values [ROWS, COLUMNS], exact.
-
-    The global scale isn't in them.
-    """
+def spread_e2m1(codes):
+    """The codes of the low and of the high nibbles of bytes as E4M3, each 2^-6 of its value."""
     if _INTERPRETED:
         low = ((codes << 2) & 0x1C) | ((codes << 4) & 0x80)
         high = ((codes >> 2) & 0x1C) | (codes & 0x80)
@@ -311,7 +308,17 @@ def decode_nvfp4(codes, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
         low, high = tl.inline_asm_elementwise(
             _SPREAD_E2M1, "=r,=r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
-    small = tl.reshape(tl.join(low, high), (ROWS, COLUMNS // 16, 16)).to(tl.float8e4nv, bitcast=True)
+    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def decode_nvfp4(codes, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Packed codes [ROWS, COLUMNS / 2] and E4M3 scale bytes [ROWS, COLUMNS / 16] to values [ROWS, COLUMNS], exact.
+
+    The global scale isn't in them.
+    """
+    low, high = spread_e2m1(codes)
+    small = tl.reshape(tl.join(low, high), (ROWS, COLUMNS // 16, 16))
     scale = scale_bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
     return tl.reshape((small.to(tl.float32) * scale[:, :, None]).to(DTYPE), (ROWS, COLUMNS))
 
