@@ -35,7 +35,8 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.kernels import sample as sample_op
 from dist_infer.kernels import sample_filtered as filter_op
 from dist_infer.kernels import top_k as top_k_op
-from dist_infer.kernels.dispatch import Library, Target, resolve
+from dist_infer.kernels.choices import select
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.logit_edits import edit_logits
 from dist_infer.row_options import HostOptions, RowOptions
 from dist_infer.token_scores import score_tokens
@@ -123,13 +124,15 @@ class Sampler:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kernel_orders: Mapping[str, str] | None = None,
         on_choice: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """One with the best libraries for logits of `dtype` on `device`; `on_choice` gets a line for each."""
         target = Target(device=device, dtype=dtype, geometry={"columns": len(vocab_range)})
-        sample = resolve("sample", sample_op.LIBRARIES, target)
-        filtered = resolve("sample_filtered", filter_op.LIBRARIES, target)
-        top_k = resolve("top_k", top_k_op.LIBRARIES, target)
+        orders = kernel_orders or {}
+        sample = select("sample", sample_op.LIBRARIES, target, orders)
+        filtered = select("sample_filtered", filter_op.LIBRARIES, target, orders)
+        top_k = select("top_k", top_k_op.LIBRARIES, target, orders)
         for line in (sample.explain(), filtered.explain(), top_k.explain()):
             on_choice(line)
         return cls(

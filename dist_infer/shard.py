@@ -4,8 +4,8 @@ Each function is local and may fail on one rank alone; whoever calls them lets t
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -18,6 +18,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.choices import check_orders
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import num_blocks_for
 from dist_infer.layers.moe import check_experts
@@ -38,6 +39,7 @@ class ShardPlan:
     heads: HeadShard
     dtype: torch.dtype
     device: torch.device
+    kernel_orders: Mapping[str, str] = field(default_factory=dict)  # see kernels/orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,21 @@ class Shard:
 
 
 def plan_shard(
-    folder: ModelFolder, mesh: Mesh, *, dtype: str, device: torch.device, max_model_len: int | None = None
+    folder: ModelFolder,
+    mesh: Mesh,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None = None,
+    kernel_orders: Mapping[str, str] | None = None,
 ) -> ShardPlan:
     """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
 
     A model with a sliding window serves sequences up to its window, unless `max_model_len` asks for longer ones.
 
-    Errors: UsageError naming the field of config.json, or the numbers that don't divide.
+    Errors: UsageError naming the field of config.json, the numbers that don't divide, or a wrong kernel order.
     """
+    check_orders(kernel_orders or {})
     config = _within_window(parse_config(folder.config), max_model_len)
     config = replace(config, num_token_ids=folder.num_token_ids)
     if dtype == "auto":
@@ -67,7 +76,15 @@ def plan_shard(
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
     if config.moe is not None:
         check_experts(config.moe, mesh)
-    return ShardPlan(folder=folder, config=config, mesh=mesh, heads=heads, dtype=getattr(torch, dtype), device=device)
+    return ShardPlan(
+        folder=folder,
+        config=config,
+        mesh=mesh,
+        heads=heads,
+        dtype=getattr(torch, dtype),
+        device=device,
+        kernel_orders=kernel_orders or {},
+    )
 
 
 def _within_window(config: ModelConfig, asked: int | None) -> ModelConfig:
@@ -121,6 +138,7 @@ def load_shard(
         uniform_routing=uniform_routing,
         weight_format=weight_format,
         on_loaded=on_loaded,
+        kernel_orders=plan.kernel_orders,
         on_choice=note_choice,
     )
     slots = list(model.weight_slots())

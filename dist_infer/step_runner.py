@@ -241,6 +241,7 @@ def build_step_runner(
     dtype: torch.dtype,
     device: torch.device,
     graph_sizes: Sequence[int] = (),
+    kernel_orders: Mapping[str, str] | None = None,
 ) -> StepRunner:
     """A filled model with KV cache and sampler, on a GPU with inputs that stay in place; no graph is captured yet.
 
@@ -257,5 +258,12 @@ def build_step_runner(
         )
     kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, dtype, device)
     runner = Runner(model, kv_cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=decode_inputs)
-    sampler = Sampler.choosing(tp, model.vocab_range, model.config.num_sampled_ids, device=device, dtype=dtype)
+    sampler = Sampler.choosing(
+        tp,
+        model.vocab_range,
+        model.config.num_sampled_ids,
+        device=device,
+        dtype=dtype,
+        kernel_orders=kernel_orders,
+    )
     return StepRunner(runner, sampler, DecodeGraphs(graph_sizes) if graph_sizes else None)

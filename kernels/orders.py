@@ -21,7 +21,9 @@ OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "moe_route": ("moe_route", "LIBRARIES"),
         "paged_attention": ("paged_attention", "LIBRARIES"),
         "quantize": ("quantize", "LIBRARIES"),
+        "quantized_experts": ("quantized_experts", "LIBRARIES"),
         "rms_norm": ("rms_norm", "LIBRARIES"),
+        "rms_norm_quant": ("rms_norm_quant", "LIBRARIES"),
         "rotary": ("rotary", "LIBRARIES"),
         "rotary_angles": ("rotary_angles", "LIBRARIES"),
         "router_gemm": ("router_gemm", "LIBRARIES"),
@@ -36,6 +38,21 @@ OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 PHASED_OPS = ("mla_attention", "paged_attention")
 PHASES = ("context", "generation")
+# Their results are copies on several ranks, or their sizes are the same on all: so they run on one library everywhere.
+SAME_ON_ALL_RANKS = (
+    "mla_attention.context",
+    "mla_attention.generation",
+    "mla_rotary",
+    "moe_route",
+    "paged_attention.context",
+    "paged_attention.generation",
+    "rms_norm",
+    "rotary_angles",
+    "router_gemm",
+    "sample",
+    "sample_filtered",
+    "top_k",
+)
 NAMES = (*OPS, *(f"{op}.{phase}" for op in PHASED_OPS for phase in PHASES))
 
 

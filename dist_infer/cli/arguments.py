@@ -50,6 +50,7 @@ def engine_values(context: typer.Context) -> dict[str, Any]:
         "prefix_cache": not given["no_prefix_cache"],
         "step_timeout_s": given["step_timeout"],
         "graph_batch_sizes": options.parse_sizes(given["graph_batch_sizes"]),
+        "kernels": tuple(given["kernels"] or ()),
     }
     names = (field.name for field in fields(EngineOptions))
     return {name: renamed[name] if name in renamed else given[name] for name in names}
@@ -156,6 +157,16 @@ Quantize = Annotated[
         "--quantize",
         help="Narrow format of the weights of linear layers outside of experts, made from the checkpoint's when they "
         "are loaded; fp8 and fp8-block take narrow activations too. A weight whose width doesn't fit stays as it is.",
+    ),
+]
+Kernels = Annotated[
+    list[str],
+    typer.Option(
+        "--kernels",
+        metavar="OP=LIST",
+        help="Libraries of an op, best first; may be given several times. linear=triton,torch: these and no others. "
+        "linear=+triton,-torch: first triton, never torch. Attention has phases: mla_attention.generation=triton. "
+        "What was chosen, and why, is logged at the start.",
     ),
 ]
 Device = Annotated[

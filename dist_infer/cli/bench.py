@@ -99,6 +99,7 @@ def bench(
     share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
     quantize: arguments.Quantize = "none",
+    kernels: arguments.Kernels = (),  # type: ignore[assignment]  # the parser makes a list of it
     device: arguments.Device = "auto",
     seed: Annotated[
         int, typer.Option("--seed", metavar="INT", help="Seed of prompts, lengths, arrivals and dummy weights.")

@@ -11,7 +11,7 @@ from dist_infer.cli.bench_options import DEFAULT_INPUT_LEN, DEFAULT_NUM_PROMPTS,
 from dist_infer.cli.bench_steps import BenchSteps
 from dist_infer.cli.bench_table import render
 from dist_infer.cli.environment import Environment
-from dist_infer.cli.serving import agree_on_options, describe_job, report_ready, request_limits, serve
+from dist_infer.cli.serving import agree_on_kernels, agree_on_options, describe_job, report_ready, request_limits, serve
 from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
@@ -53,6 +53,7 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
     stage(world, "check the routing", lambda: _check_routing(options, plan))
     summary.mark("open")
     shard = load_model(options, plan, world, dummy_seed=seed, uniform_routing=options.uniform_routing)
+    agree_on_kernels(plan, shard, world)
     summary.mark("load")
     config = agree_on_limits(options, plan, shard, world)
     runner = make_step_runner(options, plan, shard, config, world)
@@ -64,7 +65,7 @@ def _measure(options: BenchOptions, environment: Environment, world: World, summ
         lambda: _make_job(options, plan, config, summary, steps) if world.rank == 0 else None,
     )
     report_ready(world, plan, shard, config, seed)
-    summary.facts |= describe_job(plan, config, seed)
+    summary.facts |= describe_job(plan, shard, config, seed)
     summary.job = job
 
     def end() -> None:

@@ -11,7 +11,15 @@ from functools import partial
 
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import RunOptions
-from dist_infer.cli.serving import agree_on_options, describe_job, dtype_name, report_ready, request_limits, serve
+from dist_infer.cli.serving import (
+    agree_on_kernels,
+    agree_on_options,
+    describe_job,
+    dtype_name,
+    report_ready,
+    request_limits,
+    serve,
+)
 from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
@@ -61,6 +69,7 @@ def _serve_files(
     stage(world, "compare with the earlier run", lambda: _check_model(options, plan, files))
     summary.mark("open")
     shard = load_model(options, plan, world, dummy_seed=seed)
+    agree_on_kernels(plan, shard, world)
     summary.mark("load")
     config = agree_on_limits(options, plan, shard, world)
     stage(world, "compare limits with the earlier run", lambda: _check_limits(config, files))
@@ -75,8 +84,9 @@ def _serve_files(
         lambda: _open_batch(options, plan, config, files, progress) if files is not None else None,
     )
     reports = report_ready(world, plan, shard, config, seed)
-    stage(world, "begin the output", lambda: _begin_output(options, plan, config, files, reports))
-    summary.facts = describe_job(plan, config, seed)
+    facts = describe_job(plan, shard, config, seed)
+    stage(world, "begin the output", lambda: _begin_output(options, plan, facts, files, reports))
+    summary.facts = facts
     summary.num_resumed = files.num_resumed if files is not None else 0
     summary.job = job
     try:
@@ -134,7 +144,7 @@ def _check_limits(config: SchedulerConfig, files: JobFiles | None) -> None:
 def _begin_output(
     options: RunOptions,
     plan: ShardPlan,
-    config: SchedulerConfig,
+    facts: Mapping[str, object],
     files: JobFiles | None,
     reports: Sequence[Mapping[str, object]],
 ) -> None:
@@ -146,7 +156,7 @@ def _begin_output(
                 "devices": [report["device"] for report in reports],
                 "options": asdict(options),
                 "model_path": str(plan.folder.path),
-                **describe_job(plan, config, files.seed),
+                **facts,
             }
         )
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from dist_infer.errors import UsageError
+from dist_infer.kernels.orders import parse_orders
 
 LoadFormat = Literal["auto", "dummy"]
 DTypeOption = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -62,6 +63,7 @@ class EngineOptions:
     share_gpu: bool = False
     dtype: DTypeOption = "auto"
     quantize: QuantizeOption = "none"
+    kernels: tuple[str, ...] = ()  # OP=LIST
     device: DeviceOption = "auto"
     seed: int | None = None  # None: a fresh one, or that of the run that is resumed
     log_level: LogLevelOption = "info"
@@ -82,10 +84,16 @@ class EngineOptions:
         if self.num_kv_blocks is not None and self.kv_memory_fraction is not None:
             raise UsageError("--num-kv-blocks and --kv-memory-fraction both size the KV cache; give one of them")
         self._check_graphs()
+        parse_orders(self.kernels)
         if self.load_format == "dummy" and self.model is None:
             raise UsageError("--load-format dummy needs --model FOLDER, a folder with a config.json")
         if self.model == "":
             raise UsageError("--model is empty; give a path")
+
+    @property
+    def kernel_orders(self) -> Mapping[str, str]:
+        """Orders of kernel libraries by op."""
+        return parse_orders(self.kernels)
 
     def _check_choices(self) -> None:
         for field in fields(self):

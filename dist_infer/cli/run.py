@@ -78,6 +78,7 @@ def run(
     share_gpu: arguments.ShareGPU = False,
     dtype: arguments.DType = "auto",
     quantize: arguments.Quantize = "none",
+    kernels: arguments.Kernels = (),  # type: ignore[assignment]  # the parser makes a list of it
     device: arguments.Device = "auto",
     seed: arguments.Seed = None,
     log_level: arguments.LogLevel = "info",

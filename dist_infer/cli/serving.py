@@ -15,7 +15,7 @@ import torch
 
 from dist_infer import __version__
 from dist_infer.cli.options import EngineOptions
-from dist_infer.cli.startup import stage
+from dist_infer.cli.startup import kernel_choices, stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher, Frontend
@@ -23,9 +23,11 @@ from dist_infer.engine import Engine, StepRunner
 from dist_infer.errors import UsageError
 from dist_infer.intake.sampling_defaults import read_sampling_defaults
 from dist_infer.intake.validate import RequestLimits
+from dist_infer.kernels.orders import SAME_ON_ALL_RANKS
 from dist_infer.launch.world import World
 from dist_infer.scheduler import Scheduler, check_fits
 from dist_infer.shard import Shard, ShardPlan
+from dist_infer.step_report import libraries_by_op
 
 _log = logging.getLogger(__name__)
 _INFLIGHT_PER_SEQ = 4  # requests alive on rank 0 for each sequence of a step: enough to balance and never run dry
@@ -103,7 +105,41 @@ def serve(
     return int(engine.run())
 
 
-def describe_job(plan: ShardPlan, config: SchedulerConfig, seed: int) -> dict[str, object]:
+def agree_on_kernels(plan: ShardPlan, shard: Shard, world: World) -> None:
+    """Rank 0 tells what was chosen; an op whose results must be the same on all ranks has one library on all.
+
+    Errors: UsageError, voted, naming a rank whose host has other packages or another device.
+    """
+    lines = kernel_choices(plan, shard)
+    chosen = libraries_by_op(lines)
+    reports = world.vote("choose kernels", None, {"host": world.host, "lines": lines, "chosen": chosen})
+
+    def check() -> None:
+        for rank, report in enumerate(reports):
+            for op in SAME_ON_ALL_RANKS:
+                if report["chosen"].get(op) != reports[0]["chosen"].get(op):
+                    raise UsageError(_other_library(op, rank, report, reports[0]))
+
+    stage(world, "choose kernels", check)
+    if world.rank != 0:
+        return
+    for line in dict.fromkeys(lines):
+        _log.info("kernels: %s", line)
+    ops = {op for name in chosen for op in (name, name.split(".")[0])}
+    for name in plan.kernel_orders:
+        if name not in ops:
+            _log.warning("--kernels %s=%s changes nothing: this model has no such op", name, plan.kernel_orders[name])
+
+
+def _other_library(op: str, rank: int, *reports: Mapping[str, Any]) -> str:
+    told = [next((line for line in report["lines"] if line.startswith(f"{op}: ")), "none") for report in reports]
+    return (
+        f"rank {rank} on host {reports[0]['host']} has chosen another library than rank 0 ({told[0]}, against"
+        f" {told[1]}): install the same packages on all hosts, or name one with --kernels {op}=LIST"
+    )
+
+
+def describe_job(plan: ShardPlan, shard: Shard, config: SchedulerConfig, seed: int) -> dict[str, object]:
     """What a job is made of, for people."""
     return {
         "model": plan.folder.name,
@@ -111,6 +147,7 @@ def describe_job(plan: ShardPlan, config: SchedulerConfig, seed: int) -> dict[st
         "seed": seed,
         "layout": {"tp": plan.mesh.tp, "dp": plan.mesh.dp, "ep": plan.mesh.ep},
         "limits": asdict(config),
+        "kernels": [*dict.fromkeys(kernel_choices(plan, shard))],
         "versions": {"dist_infer": __version__, "python": platform.python_version(), "torch": str(torch.__version__)},
     }
 

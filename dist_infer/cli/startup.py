@@ -57,7 +57,14 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
             options.model, environment.cache_dir, on_wait=lambda: world.watchdog.progress("convert the model")
         )
         folder = open_model_folder(model.path, weights=options.load_format != "dummy", name=model.name)
-        return plan_shard(folder, mesh, dtype=options.dtype, device=world.device, max_model_len=options.max_model_len)
+        return plan_shard(
+            folder,
+            mesh,
+            dtype=options.dtype,
+            device=world.device,
+            max_model_len=options.max_model_len,
+            kernel_orders=options.kernel_orders,
+        )
 
     return stage(world, "read the model's folder", plan)
 
@@ -230,6 +237,7 @@ def _build_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, graph_
         dtype=plan.dtype,
         device=plan.device,
         graph_sizes=graph_sizes,
+        kernel_orders=plan.kernel_orders,
     )
 
 
@@ -248,5 +256,6 @@ def _sampler(plan: ShardPlan, shard: Shard, on_choice: Callable[[str], None] = l
         plan.config.num_sampled_ids,
         device=plan.device,
         dtype=plan.dtype,
+        kernel_orders=plan.kernel_orders,
         on_choice=on_choice,
     )

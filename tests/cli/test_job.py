@@ -121,6 +121,7 @@ def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[J
     ]
     summary = folder / "summary.json"
     options = ["--model", str(model), "--dtype", "float64", "--summary", str(summary)]
+    options += ["--kernels", "rms_norm=torch", "--kernels", "moe_route=-triton"]
     jobs.append(Job(2, [*write_requests(folder, lines), *options]))
     assert jobs[0].wait() == ExitCode.FAILED_REQUESTS, jobs[0].text()
     records = read_records(folder)
@@ -139,6 +140,10 @@ def test_good_and_bad_lines_on_two_ranks(model: Path, folder: Path, jobs: list[J
     assert [rank["rank"] for rank in fields["ranks"]] == [0, 1]
     assert all(rank["kv_peak_blocks"] >= 1 and rank["admitted_tokens"] == 9 for rank in fields["ranks"])
     assert fields["layout"] == {"tp": 2, "dp": 1, "ep": 2}
+    assert "rms_norm: torch; triton rejected (not in the order)" in fields["kernels"]
+    told = [line.partition("kernels: ")[2] for line in jobs[0].text().splitlines() if "kernels: " in line]
+    assert told == fields["kernels"], "each choice once, by rank 0"
+    assert jobs[0].text().count("--kernels moe_route=-triton changes nothing: this model has no such op") == 1
 
 
 def test_a_drain_gives_back_what_has_not_started(model: Path, folder: Path, jobs: list[Job]) -> None:
@@ -262,6 +267,14 @@ def test_a_model_that_is_not_there_is_said_once(folder: Path, jobs: list[Job]) -
     assert (fields["outcome"], fields["exit_code"]) == ("failed", ExitCode.USAGE)
     assert "there is no such folder" in fields["error"]
     assert not (folder / "out.jsonl").exists()
+
+
+def test_a_library_that_there_is_not_is_said_once(model: Path, folder: Path, jobs: list[Job]) -> None:
+    options = ["--model", str(model), "--kernels", "paged_attention.generation=nope"]
+    jobs.append(Job(2, [*write_requests(folder, []), *options]))
+    assert jobs[0].wait() == ExitCode.USAGE
+    message = "paged_attention.generation has no library 'nope': choose from triton, reference"
+    assert jobs[0].text().count(message) == 1
 
 
 def test_without_a_launcher_it_is_a_world_of_one(model: Path, folder: Path) -> None:

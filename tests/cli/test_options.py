@@ -40,6 +40,8 @@ def test_defaults() -> None:
         ({"seed": 2**63}, "--seed is"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, float64"),
         ({"quantize": "int4"}, "--quantize is 'int4'; it must be one of none, fp8, fp8-block, mxfp8, nvfp4"),
+        ({"kernels": ("rms_norm",)}, "--kernels 'rms_norm': it must be OP=LIST"),
+        ({"kernels": ("norm=torch",)}, "there is no op 'norm'"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"load_format": "gguf"}, "--load-format is 'gguf'"),
         ({"log_level": "loud"}, "--log-level is 'loud'"),
