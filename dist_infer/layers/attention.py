@@ -12,7 +12,8 @@ from dist_infer.comm.mesh import split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.kernels import paged_attention as attention_op
 from dist_infer.kernels import rotary as rotary_op
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.qk_norm import HeadNorm, ProjectionNorm, make_qk_norm
 from dist_infer.layers.setup import LayerSetup
@@ -98,15 +99,20 @@ class Attention:
         self._interleaved = config.rope.interleaved
         self._rotary = setup.choose("rotary", rotary_op.LIBRARIES, head_dim=config.head_dim)
 
-    def __call__(self, hidden: Tensor, step: AttentionStep, kv: KVLayer) -> Tensor:
+    @property
+    def input_format(self) -> QuantFormat | None:
+        """What `hidden` is quantised to; None: it is taken as it is."""
+        return self.qkv.input_format
+
+    def __call__(self, hidden: Tensor | Fp8Tensor, step: AttentionStep, kv: KVLayer) -> Tensor:
         """This rank's part of the attention output, whose sum over the group is the whole.
 
-        This step's keys and values are in `kv` afterwards.
+        This step's keys and values are in `kv` afterwards. `hidden` may be quantised already.
 
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local, but for a QK norm over the whole projection: collective over tp.
         """
-        qkv = self.qkv(hidden).view(len(hidden), self._num_qkv_heads, self._head_dim)
+        qkv = self.qkv(hidden).view(hidden.shape[0], self._num_qkv_heads, self._head_dim)
         if isinstance(self.qk_norm, ProjectionNorm):
             qkv = self.qk_norm(qkv)
         by_head = self.qk_norm if isinstance(self.qk_norm, HeadNorm) else None

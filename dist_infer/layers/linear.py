@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.product import Product
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
@@ -40,8 +42,13 @@ class ColumnParallelLinear:
         """
         return self._product.weight if self._product.stays_plain else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's outputs.
+    @property
+    def input_format(self) -> QuantFormat | None:
+        """What x is quantised to; None: it is taken as it is."""
+        return self._product.input_format
+
+    def __call__(self, x: Tensor | Fp8Tensor) -> Tensor:
+        """This rank's outputs; x may be in `input_format` already.
 
         Shapes: x [T, K] -> [T, N of this rank].
         Ranks: local.

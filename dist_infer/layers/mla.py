@@ -13,7 +13,8 @@ from dist_infer.config import MlaConfig, ModelConfig
 from dist_infer.errors import UsageError
 from dist_infer.kernels import mla_attention as attention_op
 from dist_infer.kernels import mla_rotary as rotary_op
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.attention import AttentionStep
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.norm import RmsNorm
@@ -87,20 +88,30 @@ class MlaAttention:
         self._interleaved = config.rope.interleaved
         self._rotary = setup.choose("mla_rotary", rotary_op.LIBRARIES, rope_dim=mla.qk_rope_head_dim)
 
-    def __call__(self, hidden: Tensor, step: AttentionStep, kv: LatentLayer) -> Tensor:
+    @property
+    def input_format(self) -> QuantFormat | None:
+        """What `hidden` is quantised to; None: it is taken as it is, by one of its products at least."""
+        readers = (self.down, self.query) if self._mla.q_lora_rank is None else (self.down,)
+        formats = {reader.input_format for reader in readers}
+        return formats.pop() if len(formats) == 1 else None
+
+    def __call__(self, hidden: Tensor | Fp8Tensor, step: AttentionStep, kv: LatentLayer) -> Tensor:
         """This rank's part of the attention output; this step's latents are in `kv` afterwards.
+
+        `hidden` may be quantised already.
 
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local.
         """
         mla = self._mla
         down = self.down(hidden)
+        source: Tensor | Fp8Tensor
         if mla.q_lora_rank is None:
             source = hidden
         else:
             source, _ = self.query_norm(down[:, : mla.q_lora_rank])
             down = down[:, mla.q_lora_rank :]
-        q = self.query(source).view(len(hidden), self._num_heads, mla.qk_head_dim)
+        q = self.query(source).view(hidden.shape[0], self._num_heads, mla.qk_head_dim)
         q = rotary_op.mla_rotary(
             q,
             down[:, : mla.kv_lora_rank],

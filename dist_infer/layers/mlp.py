@@ -7,7 +7,9 @@ from torch import Tensor
 from dist_infer.comm.mesh import split_range
 from dist_infer.kernels import gated_linear as op
 from dist_infer.kernels import silu_mul as activation_op
+from dist_infer.kernels.carriers import Fp8Tensor
 from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
@@ -32,17 +34,22 @@ class GatedMlp:
         else:
             self._activation = setup.choose("silu_mul", activation_op.LIBRARIES, intermediate=len(held))
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the MLP output: the sum over the group is the whole.
+    @property
+    def input_format(self) -> QuantFormat | None:
+        """What `hidden` is quantised to; None: it is taken as it is."""
+        return self.gate_up.input_format
+
+    def __call__(self, hidden: Tensor | Fp8Tensor) -> Tensor:
+        """This rank's part of the MLP output: the sum over the group is the whole; `hidden` may be quantised already.
 
         Shapes: hidden [T, D] -> [T, D].
         Ranks: local.
         """
         return self.down(self._activated(hidden))
 
-    def _activated(self, hidden: Tensor) -> Tensor:
+    def _activated(self, hidden: Tensor | Fp8Tensor) -> Tensor:
         weight = self.gate_up.weight
-        if self._gated is not None and weight is not None:
+        if self._gated is not None and weight is not None and isinstance(hidden, Tensor):
             return op.gated_linear(hidden, weight, self.gate_up.bias, library=self._gated)
         if self._activation is None:
             raise ValueError("the weight of gates and ups is in another form than when the layer was built")

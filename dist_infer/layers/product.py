@@ -3,7 +3,9 @@
 from torch import Tensor
 
 from dist_infer.kernels import linear as op
-from dist_infer.layers.quantized import QuantizedWeight, Quantizer, misfit
+from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.quantize import QuantFormat
+from dist_infer.layers.quantized import INPUT_FORMATS, QuantizedWeight, Quantizer, misfit
 from dist_infer.layers.setup import LayerSetup
 
 
@@ -43,6 +45,11 @@ class Product:
         """The weight is never put into another form."""
         return self._quantizer is None and self._library.prepare is None
 
+    @property
+    def input_format(self) -> QuantFormat | None:
+        """What x is quantised to; None: it is taken as it is."""
+        return None if self._quantizer is None else INPUT_FORMATS.get(self._quantizer.weight_format)
+
     def _finish(self) -> int:
         """The bytes that were freed; less than none where a shared weight has a copy now."""
         num_bytes = self.weight.nbytes
@@ -55,12 +62,15 @@ class Product:
             return -num_bytes if self._is_shared else 0
         return 0
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias.
+    def __call__(self, x: Tensor | Fp8Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias; x may be in `input_format` already.
 
         Shapes: x [T, K], bias [N] -> [T, N].
         Ranks: local.
+        Errors: TypeError for a quantised x without a quantised weight.
         """
         if self.quantized is not None:
             return self.quantized(x, bias)
+        if not isinstance(x, Tensor):
+            raise TypeError("a weight that isn't quantised is multiplied by tensors")
         return op.linear(x, self.weight, bias, library=self._library)

@@ -5,7 +5,10 @@ Attention and dense MLP are cut over heads and channels and see all rows of the 
 that no token is sent to the experts twice.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,7 +16,19 @@ from dist_infer.comm.all_reduce import FusedOp
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import split_sizes
 from dist_infer.comm.peer_collectives import PeerCollectives
-from dist_infer.layers.norm import RmsNorm
+from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.quantize import QuantFormat
+from dist_infer.layers.norm import InputNorm, RmsNorm
+from dist_infer.layers.quantized import as_fp8
+
+Rows = TypeVar("Rows", Tensor, Tensor | Fp8Tensor)
+
+_QUANTIZING: Mapping[QuantFormat, FusedOp] = MappingProxyType(
+    {
+        QuantFormat.FP8_ROWS: FusedOp.RESIDUAL_RMS_NORM_QUANT_FP8_ROWS,
+        QuantFormat.FP8_BLOCK128: FusedOp.RESIDUAL_RMS_NORM_QUANT_FP8_BLOCK128,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +84,42 @@ class GroupRows:
             return reduced.normed, reduced.total
         return norm(self.reduce(branch.x), residual)
 
-    def gather(self, own: Tensor) -> Tensor:
+    def add_input_norm(
+        self, branch: Branch, residual: Tensor | None, norm: InputNorm
+    ) -> tuple[Tensor | Fp8Tensor, Tensor]:
+        """`add_norm`, the norm as its consumer takes it: in the same launch where there is one that does it.
+
+        Slices of rows are not quantised: their consumer takes all rows.
+
+        Shapes: branch [T, D] if it is a part, else [own rows, D]; residual and results [own rows, D].
+        Ranks: collective over tp, for a part.
+        """
+        if norm.gives is None or self.sizes is not None:
+            return self.add_norm(branch, residual, norm)
+        if not branch.is_part or self.tp.size == 1:
+            return norm.quantized(branch.x, residual)
+        if not isinstance(self.tp, PeerCollectives):
+            return norm.quantized(self.reduce(branch.x), residual)
+        if residual is None or norm.gives not in _QUANTIZING:
+            normed, total = self.add_norm(branch, residual, norm)
+            return norm.convert(normed), total
+        reduced = self.tp.reducer(
+            branch.x, _QUANTIZING[norm.gives], residual=residual, weight=norm.weight, eps=norm.eps
+        )
+        return as_fp8(reduced.quantized[0]), reduced.total
+
+    def gather(self, own: Rows) -> Rows:
         """All rows of the group.
 
         Shapes: [own rows, D] -> [T, D].
         Ranks: collective over tp, where rows are sliced.
+        Errors: TypeError for quantised slices.
         """
-        return own if self.sizes is None else self.tp.all_gather(own, self.sizes)
+        if self.sizes is None:
+            return own
+        if not isinstance(own, Tensor):
+            raise TypeError("slices of rows are gathered before they are quantised")
+        return self.tp.all_gather(own, self.sizes)
 
 
 def plan_rows(num_tokens: int, tp: Collectives, *, sliced: bool) -> GroupRows:

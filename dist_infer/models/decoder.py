@@ -13,12 +13,14 @@ from torch import Tensor
 from dist_infer.comm.expert import ExpertExchange, ScatteredRows, open_expert_exchange
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.config import ModelConfig
+from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.attention import Attention, AttentionPlanner, AttentionStep, KVLayer
 from dist_infer.layers.embedding import VocabEmbedding, VocabHead
 from dist_infer.layers.mla import LatentLayer, MlaAttention, MlaPlanner
 from dist_infer.layers.mlp import GatedMlp
 from dist_infer.layers.moe import MoeLayer, MoeNames, check_experts
-from dist_infer.layers.norm import RmsNorm
+from dist_infer.layers.norm import InputNorm, RmsNorm
 from dist_infer.layers.rope import RotaryAngles
 from dist_infer.layers.rows import Branch, GroupRows, plan_rows
 from dist_infer.layers.setup import LayerSetup
@@ -41,7 +43,10 @@ class DecoderStep:
 class _AttentionLayer(Protocol):
     """Attention of either kind, on a cache of its own kind."""
 
-    def __call__(self, hidden: Tensor, step: AttentionStep, kv: Any) -> Tensor: ...
+    @property
+    def input_format(self) -> QuantFormat | None: ...
+
+    def __call__(self, hidden: Tensor | Fp8Tensor, step: AttentionStep, kv: Any) -> Tensor: ...
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]: ...
 
@@ -55,9 +60,7 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, setup: LayerSetup, exchange: ExpertExchange | None, names: MoeNames
     ) -> None:
-        self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
         self.attention: _AttentionLayer = (Attention if config.mla is None else MlaAttention)(config, setup)
-        self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps, setup)
         self.mlp: GatedMlp | MoeLayer
         if exchange is None:
             self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, setup, bias=config.mlp_bias)
@@ -65,6 +68,10 @@ class DecoderLayer:
         else:
             self.mlp = MoeLayer(config, names, exchange, setup)
             self._mlp_prefix = names.block
+        # a router reads the norm as it is
+        mlp_format = self.mlp.input_format if isinstance(self.mlp, GatedMlp) else None
+        self.attention_norm = InputNorm(config.hidden_size, config.rms_norm_eps, setup, self.attention.input_format)
+        self.mlp_norm = InputNorm(config.hidden_size, config.rms_norm_eps, setup, mlp_format)
 
     def __call__(
         self, branch: Branch, residual: Tensor | None, step: DecoderStep, kv: LayerCache
@@ -74,16 +81,16 @@ class DecoderLayer:
         Shapes: residual [R, D].
         Ranks: collective over tp, and over the world where there are experts.
         """
-        normed, residual = step.rows.add_norm(branch, residual, self.attention_norm)
+        normed, residual = step.rows.add_input_norm(branch, residual, self.attention_norm)
         attended = self.attention(step.rows.gather(normed), step.attention, kv)
-        normed, residual = step.rows.add_norm(Branch(attended, is_part=True), residual, self.mlp_norm)
+        normed, residual = step.rows.add_input_norm(Branch(attended, is_part=True), residual, self.mlp_norm)
         return self._feed_forward(normed, step), residual
 
-    def _feed_forward(self, normed: Tensor, step: DecoderStep) -> Branch:
+    def _feed_forward(self, normed: Tensor | Fp8Tensor, step: DecoderStep) -> Branch:
         if isinstance(self.mlp, GatedMlp):
             return Branch(self.mlp(step.rows.gather(normed)), is_part=True)
-        if step.chunks is None:
-            raise ValueError("a layer of experts got a step without a plan of chunks")
+        if step.chunks is None or not isinstance(normed, Tensor):
+            raise ValueError("a layer of experts got a step without a plan of chunks, or a quantised norm")
         if self.mlp.has_parts:
             return Branch(self.mlp.part(normed, step.chunks, step.num_real), is_part=True)
         return Branch(self.mlp(normed, step.chunks, step.num_real), is_part=False)

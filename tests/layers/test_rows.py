@@ -7,8 +7,10 @@ from torch import Tensor
 from dist_infer.comm.all_reduce import FusedAllReduce
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.peer_collectives import PeerCollectives
+from dist_infer.kernels.carriers import Fp8Tensor
 from dist_infer.kernels.dispatch import Target
-from dist_infer.layers.norm import RmsNorm
+from dist_infer.kernels.quantize import QuantFormat
+from dist_infer.layers.norm import InputNorm, RmsNorm
 from dist_infer.layers.rows import Branch, plan_rows
 from tests.fake_collectives import run_group
 from tests.layers.setups import random, setup_of
@@ -76,6 +78,54 @@ def test_sum_addition_and_norm(size: int, sliced: bool, with_residual: bool) -> 
         for other_normed, other_total in others:
             assert torch.equal(other_normed, normed)
             assert torch.equal(other_total, total)
+
+
+@pytest.mark.parametrize("wanted", [QuantFormat.FP8_ROWS, QuantFormat.FP8_BLOCK128], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_norm_for_a_consumer_has_the_bytes_that_it_would_make(
+    size: int, with_residual: bool, wanted: QuantFormat
+) -> None:
+    parts = [random(5, 128, seed=rank).bfloat16() for rank in range(size)]
+    residual = random(5, 128, seed=9).bfloat16() if with_residual else None
+
+    def main(tp: Collectives) -> list[Fp8Tensor]:
+        norm = InputNorm(128, 1e-5, setup_of(tp, torch.bfloat16), wanted)
+        norm.weight.copy_(random(128, seed=7))
+        groups = [tp]
+        if size > 1:
+            reducer = FusedAllReduce(tp, Target(device=CPU, dtype=torch.bfloat16))
+            groups.append(PeerCollectives(tp, reducer))  # type: ignore[arg-type]  # a group of threads
+        results = []
+        for group in groups:
+            rows, branch = plan_rows(5, group, sliced=False), Branch(parts[tp.rank], is_part=True)
+            normed, total = rows.add_norm(branch, residual, norm)
+            given, given_total = rows.add_input_norm(branch, residual, norm)
+            expected = norm.convert(normed)
+            assert isinstance(given, Fp8Tensor) and isinstance(expected, Fp8Tensor)
+            assert rows.gather(given) is given
+            assert torch.equal(given_total, total)
+            assert torch.equal(given.data.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(given.scales, expected.scales)
+            results.append(given)
+        return results
+
+    results = [given for own in run_group(size, main) for given in own]
+    assert all(torch.equal(given.scales, results[0].scales) for given in results)
+
+
+def test_slices_are_left_to_their_consumer() -> None:
+    def main(tp: Collectives) -> Tensor | Fp8Tensor:
+        norm = InputNorm(128, 1e-5, setup_of(tp, torch.bfloat16), QuantFormat.FP8_ROWS)
+        norm.weight.fill_(1)
+        rows = plan_rows(5, tp, sliced=True)
+        normed, _ = rows.add_input_norm(Branch(random(5, 128).bfloat16(), is_part=True), None, norm)
+        with pytest.raises(TypeError, match="gathered before they are quantised"):
+            rows.gather(norm.convert(normed) if isinstance(normed, Tensor) else normed)
+        return rows.gather(normed)
+
+    for gathered in run_group(2, main):
+        assert isinstance(gathered, Tensor) and gathered.shape == (5, 128)
 
 
 def test_real_rows_of_a_slice() -> None:

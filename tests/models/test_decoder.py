@@ -14,17 +14,25 @@ from torch import Tensor
 
 from dist_infer.checkpoint.coverage import check_coverage
 from dist_infer.comm import expert
+from dist_infer.comm.all_reduce import FusedAllReduce
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.expert_all_to_all import AllToAll
 from dist_infer.comm.mesh import Mesh, split_heads
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.comm.peer_collectives import PeerCollectives
+from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
+from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import KVCache
+from dist_infer.layers.mlp import GatedMlp
+from dist_infer.layers.quantized import INPUT_FORMATS, QuantizedWeight
 from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
 from dist_infer.runner import Runner
 from dist_infer.types import Batch
 from tests.batches import Part, make_batch
+from tests.devices import DEVICES
 from tests.fake_collectives import run_group, run_mesh
+from tests.gpu_models import make_real_shaped
 from tests.tiny_families import CONFIGS, make_tiny
 from tests.tiny_models import LiftedOracle, fill, load_tiny_model, read_config, safetensors_torch
 
@@ -198,6 +206,74 @@ def test_narrower_dtypes_stay_close(checkpoint: Checkpoint, dtype: torch.dtype, 
     assert bool(ours.isfinite().all())
     errors = (ours - truth).norm(dim=1) / truth.norm(dim=1)
     assert errors.median().item() < worst
+
+
+def quantized_hidden(model: Decoder, tp: Collectives, device: torch.device) -> Tensor:
+    """Of a prompt and of the token after it.
+
+    Shapes: -> [T + 1, D].
+    """
+    heads = split_heads(model.config.num_heads, model.config.num_kv_heads, tp.size, tp.rank)
+    runner = Runner(
+        model, KVCache(model.config, heads, 7, BLOCK_SIZE, torch.bfloat16, device), max_num_seqs=1, device=device
+    )
+    parts = [Part(token_ids=PROMPTS[2], start=0, pages=range(7)), Part(token_ids=[5], start=41, pages=range(7))]
+    return torch.cat([runner.forward(runner.prepare(make_batch([part], block_size=BLOCK_SIZE))) for part in parts])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [1, 2, "2 peers"])
+@pytest.mark.parametrize(
+    ("family", "weight_format"),
+    [("llama", WeightFormat.FP8), ("llama", WeightFormat.FP8_BLOCK), ("deepseek-v2-lite", WeightFormat.FP8_BLOCK)],
+)
+def test_a_norm_that_quantises_for_its_consumer_changes_no_bit(
+    family: str,
+    weight_format: WeightFormat,
+    ranks: int | str,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = make_real_shaped(tmp_path, family)
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    place = torch.device(device)
+    num_quantised = []
+    multiply = QuantizedWeight.__call__
+
+    def counted(self: QuantizedWeight, x: Tensor | Fp8Tensor, bias: Tensor | None) -> Tensor:
+        num_quantised.append(isinstance(x, Fp8Tensor))
+        return multiply(self, x, bias)
+
+    monkeypatch.setattr(QuantizedWeight, "__call__", counted)
+
+    def main(tp: Collectives) -> list[Tensor]:
+        if ranks == "2 peers":
+            reducer = FusedAllReduce(tp, Target(device=place, dtype=torch.bfloat16))
+            tp = PeerCollectives(tp, reducer)  # type: ignore[arg-type]  # a group of threads
+        config, on_loaded = parse_config(read_config(folder)), []  # type: ignore[var-annotated]
+        model = build_model(
+            config, tp=tp, dtype=torch.bfloat16, device=place, weight_format=weight_format, on_loaded=on_loaded
+        )
+        fill(model, tensors)
+        for finish in on_loaded:
+            finish()
+        results = []
+        for is_on in (True, False):
+            for layer in model.layers:
+                if is_on:
+                    dense = INPUT_FORMATS[weight_format] if isinstance(layer.mlp, GatedMlp) else None
+                    assert layer.attention_norm.gives is INPUT_FORMATS[weight_format] and layer.mlp_norm.gives is dense
+                else:
+                    layer.attention_norm.gives = layer.mlp_norm.gives = None
+            before = len(num_quantised)
+            results.append(quantized_hidden(model, tp, place))
+            assert any(num_quantised[before:]) is is_on or tp.size > 1
+        return results
+
+    for fused, separate in run_group(1 if ranks == 1 else 2, main):
+        assert bool(fused.isfinite().all()) and len(fused) == 42
+        assert torch.equal(fused, separate)
 
 
 def load_layout(folder: Path, mesh: Mesh, world: Collectives, tp: Collectives, max_moe_tokens: int | None) -> Decoder:
