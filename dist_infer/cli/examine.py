@@ -11,6 +11,7 @@ import torch
 
 from dist_infer import __version__
 from dist_infer.cli.findings import AFTER_START, Finding, show
+from dist_infer.cli.peer_matrix import find_peers, measure_matrix
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import ExitCode
 from dist_infer.launch.world import World, run_world
@@ -35,6 +36,7 @@ def _examine(launcher: str | None, world: World) -> int:
         find_versions(reports),
         find_threads(reports),
         find_collectives(world),
+        *find_pairs(world),
     ]
     if world.rank == 0:
         show(findings)
@@ -125,6 +127,22 @@ def find_collectives(world: World) -> Finding:
     if any(one != expected for one in sums):
         return Finding("collectives", wrong=f"a sum over the ranks must be {expected}, the ranks have {sums}")
     return Finding("collectives", f"a sum over {world.size} ranks is right on all")
+
+
+def find_pairs(world: World) -> list[Finding]:
+    """Copies between the GPUs of each host, measured by its first rank. Ranks: collective over the world."""
+    report: dict[str, object] = {}
+    failed: Exception | None = None
+    if world.local_rank == 0 and world.device.type == "cuda":
+        report = {"host": world.host, "matrix": None}
+        try:
+            report["matrix"] = measure_matrix()
+        except torch.OutOfMemoryError:  # said by find_peers
+            pass
+        except RuntimeError as error:
+            failed = error
+    reports = world.vote("copies between GPUs", failed, report)
+    return [finding for one in reports if one for finding in find_peers(one["host"], one["matrix"])]
 
 
 def _peers(device: torch.device) -> list[int]:

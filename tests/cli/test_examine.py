@@ -7,6 +7,7 @@ import torch
 from dist_infer.cli.examine import (
     describe,
     find_collectives,
+    find_pairs,
     find_rank,
     find_started,
     find_threads,
@@ -68,6 +69,7 @@ def test_a_world_that_is_fine(world: World) -> None:
     assert json.loads(json.dumps(found)) == found
     assert found["rank"] == world.rank
     assert not find_collectives(world).wrong
+    assert find_pairs(world) == []  # there is no GPU
 
 
 @pytest.mark.ranks(2)
