@@ -90,7 +90,7 @@ def measure(path: Path, model: Any, folder: Path) -> list[Row]:
                 times["batched"] = generate_us(model, [prompts])
             best = {name: min(value, best.get(name, value)) for name, value in times.items()}
         case = f"smollm2-135m float32 requests={num_requests} threads={NUM_THREADS}"
-        rows.append(Row(case=case, ours_us=best.pop("ours"), library="torch", peers=best))
+        rows.append(Row(case=case, ours_us=best.pop("ours"), library="onednn", peers=best))
     return rows
 
 
