@@ -18,7 +18,10 @@ from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor, Quan
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
-from dist_infer.kernels.triton.number_formats import decode_nvfp4, encode_fp8_blocks, ue8m0_value
+from dist_infer.kernels.triton.number_formats import encode_fp8_blocks, store_row
+from dist_infer.kernels.triton.weight_tiles import NVFP4_UNIT, in_order, mxfp8_tile, nvfp4_tile
+
+_SILU_CHANNELS = 1024  # of a program
 
 
 class Parts(NamedTuple):
@@ -37,8 +40,10 @@ class Parts(NamedTuple):
         return cls(carrier.data, carrier.scales, None, "fp8" if isinstance(carrier, Fp8Tensor) else "mxfp8")
 
     def tiles(self, rows: int, columns: int) -> Any:
-        """The data as a matrix of which the hardware copies tiles; two columns of NVFP4 are one byte."""
-        return TensorDescriptor.from_tensor(self.data, [rows, columns // (2 if self.quant_format == "nvfp4" else 1)])
+        """The data as the products take it: FP8 by a descriptor, the others' codes in words of 16 bits."""
+        if self.quant_format == "fp8":
+            return TensorDescriptor.from_tensor(self.data, [rows, columns])
+        return self.data.view(torch.int16)
 
 
 def gate_up(
@@ -50,31 +55,37 @@ def gate_up(
         not written.
     """
     parts = Parts.of(weight)
-    num_blocks, num_pairs, width = blocks.table.shape[1], len(blocks.order), x.shape[1]
-    device = parts.data.device
-    out: Tensor | Fp8Tensor
-    if isinstance(x, Fp8Tensor):
-        out = Fp8Tensor.empty(num_pairs, inner, Fp8Scaling.BLOCKS_1X128, device=device)
-        targets, sources = (out.data, out.scales), (x.data, x.scales)
-    else:
-        out = torch.empty(num_pairs, inner, dtype=x.dtype, device=device)
-        targets, sources = (out, None), (x, None)  # type: ignore[assignment]
+    num_blocks = blocks.table.shape[1]
+    out = _hidden(len(blocks.order), inner, parts)
     _gate_up_kernel[(num_blocks * triton.cdiv(inner, tile.block_n),)](
-        *sources,
+        *_operand(x),
         parts.tiles(tile.block_n, tile.block_k),
         *parts[1:3],
         *blocks[:2],
-        *targets,
+        *_operand(out),
         num_blocks,
         TOP_K=top_k,
         INNER=inner,
-        WIDTH=width,
+        WIDTH=x.shape[1],
         FORMAT=parts.quant_format,
         BLOCK_M=blocks.block_len,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         **tile.launch,
         **overlapping(parts.data),
+    )
+    return out
+
+
+def gate_up_in_two(
+    x: Tensor | Fp8Tensor, weight: QuantizedTensor, inner: int, blocks: PairBlocks, top_k: int, tile: Tile
+) -> Tensor | Fp8Tensor:
+    """The same by a product whose gates and ups are rounded to bfloat16, and a launch that takes silu(gate) * up."""
+    both = product(x, weight, 2 * inner, blocks, top_k, tile)
+    out = _hidden(len(blocks.order), inner, Parts.of(weight))
+    channels = min(_SILU_CHANNELS, triton.next_power_of_2(inner))
+    _silu_kernel[(len(both), triton.cdiv(inner, channels))](
+        both, *_operand(out), INNER=inner, CHANNELS=channels, num_warps=1, **overlapping(both)
     )
     return out
 
@@ -84,19 +95,31 @@ def down(hidden: Tensor | Fp8Tensor, weight: QuantizedTensor, width: int, blocks
 
     Shapes: hidden [P, I] in the order of `blocks`, weight [E * D, I] -> [P, D]; rows of pairs in no block are not set.
     """
+    return product(hidden, weight, width, blocks, None, tile)
+
+
+def product(
+    x: Tensor | Fp8Tensor, weight: QuantizedTensor, outputs: int, blocks: PairBlocks, top_k: int | None, tile: Tile
+) -> Tensor:
+    """All pairs' rows times their experts' weights, rounded to bfloat16.
+
+    With `top_k` from the rows of x to the order of `blocks`, without it from that order to rows r K + k.
+
+    Shapes: x [R, D] or [P, D], weight [E * outputs, D] -> [P, outputs].
+    """
     parts = Parts.of(weight)
-    num_blocks, num_pairs = blocks.table.shape[1], len(blocks.order)
-    out = torch.empty(num_pairs, width, dtype=torch.bfloat16, device=parts.data.device)
-    sources = (hidden.data, hidden.scales) if isinstance(hidden, Fp8Tensor) else (hidden, None)
-    _down_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
-        *sources,
+    num_blocks = blocks.table.shape[1]
+    out = torch.empty(len(blocks.order), outputs, dtype=torch.bfloat16, device=parts.data.device)
+    _product_kernel[(num_blocks * triton.cdiv(outputs, tile.block_n),)](
+        *_operand(x),
         parts.tiles(tile.block_n, tile.block_k),
         *parts[1:3],
         *blocks[:2],
         out,
         num_blocks,
-        WIDTH=width,
-        INNER=hidden.shape[1],
+        TOP_K=top_k,
+        OUTPUTS=outputs,
+        DEPTH=x.shape[1],
         FORMAT=parts.quant_format,
         BLOCK_M=blocks.block_len,
         BLOCK_N=tile.block_n,
@@ -105,6 +128,18 @@ def down(hidden: Tensor | Fp8Tensor, weight: QuantizedTensor, width: int, blocks
         **overlapping(parts.data),
     )
     return out
+
+
+def _hidden(num_pairs: int, inner: int, parts: Parts) -> Tensor | Fp8Tensor:
+    device = parts.data.device
+    if parts.quant_format == "fp8":
+        return Fp8Tensor.empty(num_pairs, inner, Fp8Scaling.BLOCKS_1X128, device=device)
+    return torch.empty(num_pairs, inner, dtype=torch.bfloat16, device=device)
+
+
+def _operand(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor | None]:
+    """Values and scales."""
+    return (x.data, x.scales) if isinstance(x, Fp8Tensor) else (x, None)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -142,15 +177,13 @@ def _gate_up_kernel(
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        a = _rows(x, row, live, k, WIDTH, BLOCK_K)
+        a = _rows(x, row, live, k, WIDTH, FORMAT, BLOCK_M, BLOCK_K)
         a_scale = _row_scales(x_scales, row, live, k, WIDTH, FORMAT)
         gate = _add_product(gate, a, a_scale, weight, scales, gate_row, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K)
         up = _add_product(
             up, a, a_scale, weight, scales, gate_row + INNER, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K
         )
-    if global_scale is not None:
-        divisor = tl.load(global_scale)
-        gate, up = tl.div_rn(gate, divisor), tl.div_rn(up, divisor)
+    gate, up = _finished(gate, global_scale, FORMAT), _finished(up, global_scale, FORMAT)
     hidden = tl.trans((gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(tl.bfloat16))
     column = n + tl.arange(0, BLOCK_N)
     at = place.to(tl.int64)[:, None] * INNER + column[None, :]
@@ -165,9 +198,9 @@ def _gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _down_kernel(
-    hidden,
-    hidden_scales,
+def _product_kernel(
+    x,
+    x_scales,
     weight,
     scales,
     global_scale,
@@ -175,16 +208,18 @@ def _down_kernel(
     table,
     out,
     num_blocks,
-    WIDTH: tl.constexpr,
-    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """With TOP_K from the rows of x to the order of the blocks, without it from that order to the pairs."""
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N
     expert = tl.load(table + block)
@@ -192,28 +227,54 @@ def _down_kernel(
         return
     place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
     live = place < tl.load(table + 2 * num_blocks + block)
-    row = place.to(tl.int64)
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in range(0, INNER, BLOCK_K):
-        a = _rows(hidden, row, live, k, INNER, BLOCK_K)
-        a_scale = _row_scales(hidden_scales, row, live, k, INNER, FORMAT)
-        total = _add_product(
-            total, a, a_scale, weight, scales, expert * WIDTH + n, WIDTH - n, k, INNER, FORMAT, BLOCK_N, BLOCK_K
-        )
-    if global_scale is not None:
-        total = tl.div_rn(total, tl.load(global_scale))
     pair = tl.load(order + place, mask=live, other=0).to(tl.int64)
+    row = place.to(tl.int64) if TOP_K is None else pair // TOP_K
+    target = pair if TOP_K is None else place.to(tl.int64)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(0, DEPTH, BLOCK_K):
+        a = _rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K)
+        a_scale = _row_scales(x_scales, row, live, k, DEPTH, FORMAT)
+        total = _add_product(
+            total, a, a_scale, weight, scales, expert * OUTPUTS + n, OUTPUTS - n, k, DEPTH, FORMAT, BLOCK_N, BLOCK_K
+        )
+    total = _finished(total, global_scale, FORMAT)
     column = n + tl.arange(0, BLOCK_N)
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    tl.store(out + pair[:, None] * WIDTH + column[None, :], tl.trans(total.to(tl.bfloat16)), mask=inside)
+    inside = live[:, None] & (column < OUTPUTS)[None, :]
+    tl.store(out + target[:, None] * OUTPUTS + column[None, :], tl.trans(total.to(tl.bfloat16)), mask=inside)
 
 
 @triton.jit
-def _rows(x, row, live, k, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[M, K] of rows; zeros for those that aren't live, and behind the last column."""
+def _silu_kernel(both, out, out_scales, INNER: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < INNER
+    gate = tl.load(both + row * (2 * INNER) + channel, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * (2 * INNER) + INNER + channel, mask=inside, other=0.0).to(tl.float32)
+    hidden = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(tl.bfloat16)
+    if out_scales is None:
+        tl.store(out + row * INNER + channel, hidden, mask=inside)
+    else:
+        store_row(hidden, row, out, out_scales, None, INNER, "fp8_block128", CHANNELS, tl.program_id(1) * CHANNELS)
+
+
+@triton.jit
+def _finished(total, global_scale, FORMAT: tl.constexpr):
+    """A product with what its sums leave out."""
+    if FORMAT == "nvfp4":
+        total *= 1 / NVFP4_UNIT
+    if global_scale is not None:
+        total = tl.div_rn(total, tl.load(global_scale))
+    return total
+
+
+@triton.jit
+def _rows(x, row, live, k, DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[M, K] of rows, columns as the weight's; zeros for rows that aren't live, and behind the last column."""
     column = k + tl.arange(0, BLOCK_K)[None, :]
     inside = live[:, None] if DEPTH % BLOCK_K == 0 else live[:, None] & (column < DEPTH)
-    return tl.load(x + row[:, None] * DEPTH + column, mask=inside, other=0.0)
+    values = tl.load(x + row[:, None] * DEPTH + column, mask=inside, other=0.0)
+    return values if FORMAT == "fp8" else in_order(values, BLOCK_M, BLOCK_K, FORMAT)
 
 
 @triton.jit
@@ -244,16 +305,20 @@ def _add_product(
         total += tl.dot(weight.load([row, k]), tl.trans(a)) * (scale * a_scale)[None, :]
     else:
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+        PACKED: tl.constexpr = 4 if FORMAT == "nvfp4" else 2  # codes of a word
+        own = row.to(tl.int64) + tl.minimum(tl.arange(0, BLOCK_N), rows_left - 1)[:, None]
+        word = k // PACKED + tl.arange(0, BLOCK_K // PACKED)[None, :]
         block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
-        own = tl.minimum(tl.arange(0, BLOCK_N), rows_left - 1)[:, None]
-        at = scales + row.to(tl.int64) * (DEPTH // BLOCK) + own * (DEPTH // BLOCK) + block
-        scale = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=block < DEPTH // BLOCK, other=0)
-        if FORMAT == "nvfp4":
-            codes = weight.load([row, k // 2])
-            values = decode_nvfp4(codes, scale, BLOCK_N, BLOCK_K, tl.bfloat16)
+        words_at = weight + own * (DEPTH // PACKED) + word
+        scales_at = scales + own * (DEPTH // BLOCK) + block
+        if DEPTH % BLOCK_K == 0:
+            words, scale = tl.load(words_at), tl.load(scales_at)
         else:
-            codes = tl.reshape(weight.load([row, k]), (BLOCK_N, BLOCK_K // 32, 32))
-            values = (codes.to(tl.float32) * ue8m0_value(scale)[:, :, None]).to(tl.bfloat16)
-            values = tl.reshape(values, (BLOCK_N, BLOCK_K))
+            words = tl.load(words_at, mask=word < DEPTH // PACKED, other=0)
+            scale = tl.load(scales_at, mask=block < DEPTH // BLOCK, other=0)
+        if FORMAT == "nvfp4":
+            values = nvfp4_tile(words, scale, BLOCK_N, BLOCK_K)
+        else:
+            values = mxfp8_tile(words, scale, BLOCK_N, BLOCK_K)
         total = tl.dot(values, tl.trans(a), total)
     return total

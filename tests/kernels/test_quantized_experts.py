@@ -96,11 +96,16 @@ def by_formula(case: Case, dtype: torch.dtype) -> Tensor:
 
 
 def check(out: Tensor, case: Case) -> None:
-    """The roundings of the formula are part of it: one that falls the other way costs a unit, so it is the yardstick's
-    own difference from the formula in float64 that is allowed, twice."""
+    """The roundings of the formula are part of it: one that falls the other way costs a unit.
+
+    The FP8 matrix units of sm_90 keep 14 bits of a partial sum, so more of the quantised channels fall the other way
+    there: all in all less than a quarter of what another quantisation would cost.
+    """
     truth = by_formula(case, torch.float64)
     assert out.dtype == BF16 and out.is_contiguous()
-    if out.numel():
+    if isinstance(case[-1], Fp8Tensor) and out.is_cuda:
+        assert (out.double() - truth).norm() <= 2.0**-7 * truth.norm()
+    elif out.numel():
         check_error(out.double(), truth, by_formula(case, torch.float32).to(BF16).double(), factor=4.0)
 
 
@@ -134,20 +139,29 @@ def test_many_sizes(weight_format: WeightFormat, num_rows: int, num_experts: int
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("weight_format", [WeightFormat.MXFP8, WeightFormat.NVFP4])
-def test_bytes_are_those_of_weights_dequantised_before(weight_format: WeightFormat, device: str) -> None:
-    """Values of both formats are exact in bfloat16, and the same tiles add them up in the same order."""
-    x, ids, weights, w_gate_up, w_down = random_case(weight_format, 20, 3, 2, 128, 128, device)
-    plain = []
-    for weight, rows in ((w_gate_up, 256), (w_down, 128)):
-        if isinstance(weight, Nvfp4Tensor):
-            assert weight.global_scale is not None
-            weight.global_scale.fill_(1.0)
-        plain.append(dequantize(weight, BF16).view(3, rows, 128))
-    tiles = triton_module("moe_tiles")
-    tile = tiles.Tile(16 if device == "cpu" else 64, 64, 4, 2, swap=True)
-    both = tiles.Tiles(math.inf, 16, tile, tile)
-    out = triton_module("quantized_experts").experts_by_block(x, ids, weights, w_gate_up, w_down, both)
-    assert torch.equal(out, triton_module("moe_experts").experts_by_block(x, ids, weights, *plain, both))
+@pytest.mark.parametrize("top_k", [2, None])
+def test_weights_are_dequantised_without_an_error(weight_format: WeightFormat, top_k: int | None, device: str) -> None:
+    """With numbers of few digits every sum is exact in any order, so the bytes are those of dequantised weights."""
+    x, ids, *_ = random_case(weight_format, 20, 3, 2, 160, 32, device)
+    rows = (x * 2).round().clamp(-4, 4)
+    if top_k is None:
+        rows = rows.repeat_interleave(2, 0)
+    matrix = (torch.randn(3 * 48, 160, generator=torch.Generator().manual_seed(1)) * 3).round().clamp(-12, 12)
+    weight = quantized(matrix.to(device), weight_format)
+    if isinstance(weight, Nvfp4Tensor):
+        assert weight.global_scale is not None
+        weight.global_scale.fill_(2.0)
+        weight.scales.copy_(torch.randint(6, 9, weight.scales.shape).to(torch.uint8) * 8)  # powers of two
+    align, tiles = triton_module("moe_align").align, triton_module("moe_tiles")
+    blocks = align(ids, 3, 16)
+    tile = tiles.Tile(16 if device == "cpu" else 64, 64, 4, 2)
+    out = triton_module("quantized_gemm").product(rows, weight, 48, blocks, top_k, tile)
+    exact = dequantize(weight, torch.float32).double().view(3, 48, 160)
+    pairs = blocks.order[: int((ids >= 0).sum())].tolist()
+    assert len(pairs) > 16
+    for place, pair in enumerate(pairs):
+        row, expert = rows[pair // 2 if top_k else place].double(), int(ids.flatten()[pair])
+        assert torch.equal(out[place if top_k else pair], (exact[expert] @ row).to(BF16))
 
 
 @EVERY_CASE
@@ -196,11 +210,10 @@ def test_products_compile_for_hopper(weight_format: WeightFormat) -> None:
     module, tiles = triton_module("quantized_gemm"), triton_module("moe_tiles")
     name = "fp8" if weight_format is WeightFormat.FP8_BLOCK else weight_format.value
     choice = tiles.quantized_tiles_for(64 * 8, 256, name)
-    kind, packed = {"fp8": ("fp8e4nv", 1), "mxfp8": ("fp8e4nv", 1), "nvfp4": ("u8", 2)}[name]
     tile = choice.gate_up
     types = {"order": "*i32", "table": "*i32", "num_blocks": "i32"}
     types |= {"x": "*fp8e4nv" if name == "fp8" else "*bf16", "out": "*fp8e4nv" if name == "fp8" else "*bf16"}
-    types["weight"] = f"tensordesc<{kind}[{tile.block_n}, {tile.block_k // packed}]>"
+    types["weight"] = f"tensordesc<fp8e4nv[{tile.block_n}, {tile.block_k}]>" if name == "fp8" else "*i16"
     types["scales"] = "*fp32" if name == "fp8" else "*u8"
     sizes: dict[str, object] = {"OVERLAP": True, "TOP_K": 8, "INNER": 256, "WIDTH": 7168, "FORMAT": name}
     sizes |= {"BLOCK_M": choice.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
@@ -215,8 +228,8 @@ def test_products_compile_for_hopper(weight_format: WeightFormat) -> None:
             sizes[pointer] = None
     made = compile_ahead(module._gate_up_kernel, types, sizes, **tile.launch)
     assert made.spilled_bytes == 0
-    assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.bulk.tensor" in made.asm["ptx"]
-    assert ("e4m3.e4m3" in made.asm["ptx"]) is (name == "fp8")
+    assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.cg.shared.global" in made.asm["ptx"]
+    assert ("cp.async.bulk.tensor" in made.asm["ptx"]) is ("e4m3.e4m3" in made.asm["ptx"]) is (name == "fp8")
 
 
 def test_misfits_are_named() -> None:
