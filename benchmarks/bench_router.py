@@ -2,11 +2,13 @@
 
     python -m benchmarks.bench_router
 
-Peer: torch, which widens the activations first. The floor counts weights, activations and logits once.
+Peer: torch, which widens the activations first. The floor counts weights, activations and logits once. Rows that are
+"hot" find the weights in the cache: all calls have the same.
 """
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,12 +25,13 @@ NUM_SAMPLES = 20
 Inputs = tuple[Tensor, Tensor]
 
 
-def measure(tokens: int, width: int, num_experts: int, device: torch.device) -> Row:
+def measure(tokens: int, width: int, num_experts: int, device: torch.device, *, hot: bool) -> Row:
     """One row of the results."""
+    shared = torch.randn(num_experts, width, device=device)
 
     def make(_: int) -> Inputs:
         x = torch.randn(tokens, width, device=device).to(torch.bfloat16)
-        return x, torch.randn(num_experts, width, device=device)
+        return x, shared if hot else torch.randn(num_experts, width, device=device)
 
     library = resolve("router_gemm", LIBRARIES, Target(device=device, dtype=torch.bfloat16)).pick()
 
@@ -40,10 +43,14 @@ def measure(tokens: int, width: int, num_experts: int, device: torch.device) -> 
 
     num_bytes = num_experts * width * 4 + tokens * width * 2 + tokens * num_experts * 4
     found = compare(
-        {"ours": ours, "torch": peer}, make, device=device, bytes_per_call=num_bytes, num_samples=NUM_SAMPLES
+        {"ours": ours, "torch": peer},
+        make,
+        device=device,
+        bytes_per_call=num_bytes,
+        num_samples=NUM_SAMPLES,
     )
     return Row(
-        case=f"tokens={tokens} hidden={width} experts={num_experts}",
+        case=f"tokens={tokens} hidden={width} experts={num_experts}{' hot' if hot else ''}",
         ours_us=found["ours"].median_us,
         library=library.name,
         floor_us=floor_us(read_bytes=num_bytes),
@@ -56,8 +63,8 @@ def main() -> int:
     device = torch.device("cuda")
     rows = []
     for width, num_experts in SIZES:
-        for tokens in TOKENS:
-            row = measure(tokens, width, num_experts, device)
+        for tokens, hot in product(TOKENS, (False, True)):
+            row = measure(tokens, width, num_experts, device, hot=hot)
             rows.append(row)
             sys.stdout.write(
                 f"{row.case}: {row.ours_us:.2f} us, floor {row.floor_us:.2f}, torch {row.peers['torch']:.2f}\n"

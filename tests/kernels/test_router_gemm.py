@@ -91,12 +91,19 @@ def test_bad_calls_are_refused(x: Tensor, weight: Tensor, message: str) -> None:
         router_gemm(x, weight, library=TORCH)
 
 
-def test_the_kernel_compiles_for_hopper() -> None:
+@pytest.mark.parametrize("num_tokens", [8, 64])
+def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     module = import_module("dist_infer.kernels.triton.router_gemm")
-    tile = module.TILES[1]
     types = {"x": "*bf16", "weight": "*fp32", "out": "*fp32", "num_tokens": "i32"}
-    sizes = {"NUM_EXPERTS": 128, "WIDTH": 2048, "OVERLAP": True}
-    sizes |= {"TOKENS": tile.tokens, "EXPERTS": tile.experts, "DEPTH": tile.depth, "UNROLL": tile.unroll}
-    made = compile_ahead(module._router_kernel, types, sizes, num_warps=tile.num_warps)
+    sizes = {"NUM_EXPERTS": 128, "WIDTH": 6144, "OVERLAP": True}
+    tiles = module.HELD_TILES if num_tokens == 8 else module.TILES
+    tile = next(tile for tile in tiles if num_tokens <= tile.max_tokens)
+    sizes |= {"TOKENS": tile.tokens, "DEPTH": tile.depth}
+    sizes |= {"TURNS": tile.turns, "EARLY": True} if num_tokens == 8 else {"EXPERTS": tile.experts}
+    kernel = module._held_kernel if num_tokens == 8 else module._router_kernel
+    made = compile_ahead(kernel, types, sizes, num_warps=tile.num_warps)
     assert made.spilled_bytes == 0
     assert "ld.global.v4" in made.asm["ptx"] and "tf32" not in made.asm["ptx"]
+    if num_tokens == 8:  # all weights are asked for before the wait for the tokens
+        weights, wait = made.asm["ptx"].count("ld.global.v4"), made.asm["ptx"].index("griddepcontrol.wait")
+        assert weights > made.asm["ptx"][:wait].count("ld.global.v4") == 12
