@@ -129,7 +129,8 @@ def _held_kernel(
     held = ()
     for chunk in tl.static_range(CHUNKS):
         column = chunk * DEPTH + tl.arange(0, DEPTH)[None, :]
-        held += (tl.load(weight + expert * WIDTH + column, mask=column < WIDTH, other=0.0),)
+        part = tl.load(weight + expert * WIDTH + column, mask=column < WIDTH, other=0.0)
+        held += (part,)  # type: ignore[assignment]
     if EARLY:
         wait_for_inputs(OVERLAP)
     for turn in tl.range(TURNS):
@@ -139,8 +140,9 @@ def _held_kernel(
         for chunk in tl.static_range(CHUNKS):
             column = chunk * DEPTH + tl.arange(0, DEPTH)[None, :]
             inside = live[:, None] & (column < WIDTH)
-            rows += (tl.load(x + token[:, None] * WIDTH + column, mask=inside, other=0.0),)
-        total = rows[0].to(tl.float32) * held[0]
+            row = tl.load(x + token[:, None] * WIDTH + column, mask=inside, other=0.0)
+            rows += (row,)  # type: ignore[assignment]
+        total = rows[0].to(tl.float32) * held[0]  # type: ignore[misc]
         for chunk in tl.static_range(1, CHUNKS):
             total += rows[chunk].to(tl.float32) * held[chunk]
         tl.store(out + token * NUM_EXPERTS + expert, tl.sum(total, 1), mask=live)
