@@ -22,13 +22,11 @@ class PlanFunction(Protocol):
     """(step, num_kv_heads, scale, window) -> attend(q, k_cache, v_cache)."""
 
     def __call__(self, step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None) -> Attend:
-        """Plans a step whose sequences have been checked. Only libraries chosen for a window get one."""
+        """Plans a step whose sequences have been checked. Without a window it isn't given one."""
         ...
 
 
-def _on_triton_without_window(target: Target) -> str | None:
-    if target.geometry.get("window"):
-        return "a sliding window is the reference's"
+def _on_triton(target: Target) -> str | None:
     head_dim = target.geometry.get("head_dim", 0)
     return on_triton(target) if head_dim <= 256 else f"takes heads of up to 256 channels, not {head_dim}"
 
@@ -37,7 +35,7 @@ LIBRARIES: tuple[Library[PlanFunction], ...] = (
     Library(
         name="triton",
         function=deferred("dist_infer.kernels.triton.paged_attention", "plan_paged_attention"),
-        is_available=_on_triton_without_window,
+        is_available=_on_triton,
         graph_safe=True,
     ),
     Library(name="reference", function=reference_plan),

@@ -54,6 +54,9 @@ CHOSEN = [
 GRID = [(launcher, fault, phase) for launcher in LAUNCHERS for phase in PHASES for fault in SAYS]
 MPICH = Path(sys.prefix) / "mpich"
 
+CELL = ("launcher", "fault", "phase")
+EVERY_FAULT = "test_every_fault_ends_the_job"
+
 Key = tuple[str, str, str]
 
 
@@ -130,8 +133,10 @@ def chosen(run: Run) -> dict[Key, Cell]:
 
 
 @pytest.fixture(scope="module")
-def grid(run: Run) -> dict[Key, Cell]:
-    return run(GRID)
+def grid(run: Run, request: pytest.FixtureRequest) -> dict[Key, Cell]:
+    """The cells that this session asks for: with -k a part of the grid."""
+    asked = [item for item in request.session.items if getattr(item, "originalname", "") == EVERY_FAULT]
+    return run([tuple(item.callspec.params[name] for name in CELL) for item in asked])  # type: ignore[attr-defined]
 
 
 def check(cells: Mapping[Key, Cell], key: Key) -> None:
@@ -150,12 +155,12 @@ def check(cells: Mapping[Key, Cell], key: Key) -> None:
     assert re.search(SAYS[fault], cell.output), cell.output
 
 
-@pytest.mark.parametrize(("launcher", "fault", "phase"), CHOSEN)
+@pytest.mark.parametrize(CELL, CHOSEN)
 def test_fault_ends_the_job(chosen: dict[Key, Cell], launcher: str, fault: str, phase: str) -> None:
     check(chosen, (launcher, fault, phase))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("launcher", "fault", "phase"), GRID)
+@pytest.mark.parametrize(CELL, GRID)
 def test_every_fault_ends_the_job(grid: dict[Key, Cell], launcher: str, fault: str, phase: str) -> None:
     check(grid, (launcher, fault, phase))

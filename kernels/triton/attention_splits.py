@@ -51,8 +51,10 @@ class SplitResults:
         self.total = torch.empty(*shape, value_dim, dtype=torch.float32, device=like.device)
         self.largest, self.weight_sum = torch.empty(2, *shape, dtype=torch.float32, device=like.device).unbind()
 
-    def merge(self, out: Tensor, query_start: Tensor, kv_lens: Tensor, keys: int) -> None:
+    def merge(self, out: Tensor, query_start: Tensor, kv_lens: Tensor, keys: int, window: int | None = None) -> None:
         """Writes the rows of sequences that were split; `keys` is what lengths of splits are a multiple of.
+
+        With a `window` the last so many keys of a sequence were split.
 
         Shapes: out [T, N, V] contiguous.
         """
@@ -71,6 +73,7 @@ class SplitResults:
             num_splits,
             VALUE_DIM=value_dim,
             KEYS=keys,
+            WINDOW=window,
             SPLITS_BLOCK=splits_block,
             DIM_BLOCK=min(128, triton.next_power_of_2(value_dim)),
             num_warps=4 if splits_block <= 32 else 8,
@@ -82,6 +85,14 @@ class SplitResults:
 def split_length(kv_len, num_splits, KEYS: tl.constexpr):
     """Keys of each split but the last."""
     return tl.cdiv(tl.cdiv(kv_len, num_splits), KEYS) * KEYS
+
+
+@triton.jit
+def count_seen(kv_len, WINDOW: tl.constexpr):
+    """Keys that the last query of a sequence sees."""
+    if WINDOW is not None:
+        kv_len = tl.minimum(kv_len, WINDOW)
+    return kv_len
 
 
 @triton.jit
@@ -101,18 +112,19 @@ def _merge_kernel(
     num_splits,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     head, seq = tl.program_id(0), tl.program_id(1)
-    kv_len = tl.load(kv_lens + seq)
-    length = split_length(kv_len, num_splits, KEYS)
-    if (kv_len <= length) | (count_queries(query_start, seq) != 1):
+    num_seen = count_seen(tl.load(kv_lens + seq), WINDOW)
+    length = split_length(num_seen, num_splits, KEYS)
+    if (num_seen <= length) | (count_queries(query_start, seq) != 1):
         return
     split = tl.arange(0, SPLITS_BLOCK)
-    used = split * length < kv_len
+    used = split * length < num_seen
     at = (seq.to(tl.int64) * num_heads + head) * num_splits + split
     largest = tl.load(split_largest + at, mask=used, other=-float("inf"))
     factor = tl.exp2(largest - tl.max(largest, 0))

@@ -17,23 +17,23 @@ from dist_infer.kernels.triton.paged_prefill import attend_tiles, plan_prefill, 
 
 
 def plan_paged_attention(
-    step: PagedStep, *, num_kv_heads: int, scale: float
+    step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See `dist_infer.kernels.paged_attention.plan_paged_attention`."""
     query_lens = np.diff(step.host_query_start)
     has_single, has_longer = bool((query_lens == 1).any()), bool((query_lens > 1).any())
-    parts_of = cache(lambda queries, keys: plan_prefill(step, queries, keys))  # the same for all layers
+    parts_of = cache(lambda queries, keys: plan_prefill(step, queries, keys, window))  # the same for all layers
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q = q if q.stride(2) == 1 else q.contiguous()
         if has_single:
-            attend_single(step, q, k_cache, v_cache, scale, out)
+            attend_single(step, q, k_cache, v_cache, scale, out, window)
         if has_longer:
             group = q.shape[1] // num_kv_heads
             shape = tile_shape(q.dtype, q.shape[2], group)
             for part in parts_of(shape.rows // group, shape.keys):
-                attend_tiles(step, part, shape, q, k_cache, v_cache, scale, out)
+                attend_tiles(step, part, shape, q, k_cache, v_cache, scale, out, window)
         return out
 
     return attend

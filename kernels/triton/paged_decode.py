@@ -17,6 +17,7 @@ from dist_infer.kernels.triton.attention_splits import (
     SplitResults,
     choose_num_splits,
     count_queries,
+    count_seen,
     num_processors,
     split_length,
 )
@@ -26,8 +27,16 @@ from dist_infer.kernels.triton.paged_rows import LOG2_E, STEP_TENSORS, key_slots
 _FEW_PROGRAMS = 16  # without splits; such few have shorter splits
 
 
-def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor) -> None:
-    """Fills the rows of `out` that belong to sequences of one query.
+def attend_single(
+    step: PagedStep,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    out: Tensor,
+    window: int | None = None,
+) -> None:
+    """Fills the rows of `out` that belong to sequences of one query, which sees its last `window` keys.
 
     Shapes: q [T, N, H], caches [C, K, H], out [T, N, H] contiguous.
     """
@@ -39,6 +48,7 @@ def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
     keys = 32 if small else 64
     warps, stages = (4, 5) if num_programs <= 2 * num_processors(q.device) else (2, 3)
     max_kv_len = int(step.host_kv_lens.max())
+    max_kv_len = max_kv_len if window is None else min(max_kv_len, window)
     num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2)
     results = SplitResults(q, step.num_seqs, q.shape[1], num_splits, head_dim)
     _single_kernel[(num_kv_heads, num_splits, step.num_seqs)](
@@ -65,11 +75,12 @@ def attend_single(step: PagedStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
         ROWS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         KEYS=keys,
+        WINDOW=window,
         num_warps=warps,
         num_stages=stages,
         **overlapping(q),
     )
-    results.merge(out, step.query_start, step.kv_lens, keys)
+    results.merge(out, step.query_start, step.kv_lens, keys, window)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=STEP_TENSORS)
@@ -97,13 +108,15 @@ def _single_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + seq)
-    length = split_length(kv_len, num_splits, KEYS)
-    begin = split * length
+    num_seen = count_seen(kv_len, WINDOW)
+    length = split_length(num_seen, num_splits, KEYS)
+    begin = kv_len - num_seen + split * length
     if ((begin >= kv_len) & (split > 0)) | (count_queries(query_start, seq) != 1):
         return
     end = tl.minimum(begin + length, kv_len)
@@ -127,7 +140,7 @@ def _single_kernel(
         total = tl.dot(weights.to(values.dtype), values, total * factor[:, None], input_precision="ieee")
     written = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     num_heads = tl.num_programs(0) * GROUP
-    if kv_len <= length:
+    if num_seen <= length:
         result = total / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
         at = (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=written)

@@ -50,15 +50,21 @@ def tile_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
     return TileShape(rows=max(128, triton.next_power_of_2(group)), keys=64, warps=warps)
 
 
-def plan_prefill(step: PagedStep, queries: int, keys: int) -> list[PrefillPart]:
+def plan_prefill(step: PagedStep, queries: int, keys: int, window: int | None = None) -> list[PrefillPart]:
     """The sequences with several queries, in parts, with tiles of so many queries and blocks of so many keys.
+
+    Keys that are older than the `window` of a sequence's first query are not gathered.
 
     Stream: the current one; the host waits for nothing.
     """
     parts = []
+    query_lens = np.diff(step.host_query_start).astype(np.int64)
     for seqs in split_sequences(step):
-        counts = -(-step.host_kv_lens[seqs].astype(np.int64) // keys)
-        first_block = np.cumsum(counts) - counts
+        kv_lens = step.host_kv_lens[seqs].astype(np.int64)
+        unseen = np.zeros_like(kv_lens) if window is None else kv_lens - query_lens[seqs] + 1 - window
+        skipped = np.maximum(unseen, 0) // keys
+        counts = -(-kv_lens // keys) - skipped
+        first_block = np.cumsum(counts) - counts - skipped  # where the blocks would begin, were none skipped
         key_start = np.zeros(step.num_seqs, np.int64)
         key_start[seqs] = first_block * keys
         block = np.arange(counts.sum()) - np.repeat(first_block, counts)
@@ -76,6 +82,7 @@ def attend_tiles(
     v_cache: Tensor,
     scale: float,
     out: Tensor,
+    window: int | None = None,
 ) -> None:
     """Fills the rows of `out` that belong to the part's sequences.
 
@@ -97,6 +104,7 @@ def attend_tiles(
             rows,
             scale,
             out[:, first * group : heads.stop * group],
+            window,
         )
 
 
@@ -125,7 +133,14 @@ def _gather(step: PagedStep, part: PrefillPart, keys: int, k_cache: Tensor, v_ca
 
 
 def _attend_gathered(
-    step: PagedStep, part: PrefillPart, shape: TileShape, q: Tensor, rows: Tensor, scale: float, out: Tensor
+    step: PagedStep,
+    part: PrefillPart,
+    shape: TileShape,
+    q: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    window: int | None,
 ) -> None:
     _, num_kv_heads, num_keys, dim = rows.shape
     block = [shape.keys, dim]
@@ -150,6 +165,7 @@ def _attend_gathered(
         ROWS=shape.rows,
         DIM=dim,
         KEYS=shape.keys,
+        WINDOW=window,
         num_warps=shape.warps,
         num_stages=2,
     )
@@ -205,6 +221,7 @@ def _tiles_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     kv_head, tile = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     seq, first, key_start = (tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2))
@@ -220,18 +237,23 @@ def _tiles_kernel(
     queries = load_rows(q, q_row, 1, kept, HEAD_DIM, DIM, True)
     last_key = kv_len - num_queries + query  # that a row sees
     num_keys = tl.minimum(kv_len, kv_len - num_queries + first + QUERIES)  # that any row sees
-    num_shared = tl.maximum(tl.minimum(num_keys, kv_len - num_queries + first + 1), 0) // KEYS * KEYS  # by all
     base = kv_head * num_rows + key_start
-    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    # With a window a row may see nothing of its tile's first keys, and needs a number to subtract.
+    row_max = tl.full([ROWS], -float("inf") if WINDOW is None else -3.0e38, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, DIM], tl.float32)
-    for start in tl.range(0, num_shared, KEYS):
+    oldest = kv_len - num_queries + first + 1  # for the first row: keys that it sees; with a window, its first key
+    if WINDOW is not None:
+        oldest -= WINDOW
+    begin = tl.maximum(tl.minimum(num_keys, oldest), 0) // KEYS * KEYS
+    if WINDOW is None:  # all rows see what is before
+        for start in tl.range(0, begin, KEYS):
+            total, row_max, row_sum = _add_keys(
+                queries, k_rows, v_rows, base, start, last_key, scale, total, row_max, row_sum, KEYS, False, WINDOW
+            )
+    for start in tl.range(begin, num_keys, KEYS):
         total, row_max, row_sum = _add_keys(
-            queries, k_rows, v_rows, base, start, last_key, scale, total, row_max, row_sum, KEYS, False
-        )
-    for start in tl.range(num_shared, num_keys, KEYS):
-        total, row_max, row_sum = _add_keys(
-            queries, k_rows, v_rows, base, start, last_key, scale, total, row_max, row_sum, KEYS, True
+            queries, k_rows, v_rows, base, start, last_key, scale, total, row_max, row_sum, KEYS, True, WINDOW
         )
     result = total / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     at = ((token + query).to(tl.int64) * out_token_stride + head * HEAD_DIM)[:, None] + dim[None, :]
@@ -252,12 +274,17 @@ def _add_keys(
     row_sum,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     keys = k_rows.load([base + start, 0])
     products = tl.dot(queries, keys.T, input_precision="ieee")
     if MASKED:
         key = start + tl.arange(0, KEYS)
-        products = tl.where(key[None, :] <= last_key[:, None], products, -float("inf"))
+        if WINDOW is None:
+            seen = key[None, :] <= last_key[:, None]
+        else:
+            seen = (last_key[:, None] - key[None, :]).to(tl.uint32) < WINDOW  # nor is it negative
+        products = tl.where(seen, products, -float("inf"))
     weights, factor, row_max, row_sum = update_softmax(products, scale, row_max, row_sum)
     values = v_rows.load([base + start, 0])
     total = tl.dot(weights.to(values.dtype), values, total * factor[:, None], input_precision="ieee")

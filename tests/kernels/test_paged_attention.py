@@ -110,8 +110,9 @@ def formula(case: Case, dtype: torch.dtype, window: int | None = None) -> Tensor
     return out
 
 
-def attend(case: Case, library: Library[PlanFunction]) -> Tensor:
-    planned = plan_paged_attention(case.step, num_kv_heads=case.k_cache.shape[1], scale=SCALE, library=library)
+def attend(case: Case, library: Library[PlanFunction], window: int | None = None) -> Tensor:
+    num_kv_heads = case.k_cache.shape[1]
+    planned = plan_paged_attention(case.step, num_kv_heads=num_kv_heads, scale=SCALE, window=window, library=library)
     return planned(case.q, case.k_cache, case.v_cache)
 
 
@@ -228,6 +229,26 @@ def test_decodes_follow_the_lengths_on_the_device(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("new", [1, 63, 512])
+@pytest.mark.parametrize("window", [64, 1000, 4096])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim", "block_size"),
+    [(torch.bfloat16, 8, 2, 128, 16), (torch.float16, 3, 1, 192, 64), (torch.float32, 4, 1, 96, 16)],
+)
+def test_windows_of_histories(
+    window: int, new: int, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    """As `test_histories`, each query with a window."""
+    lens = [(new, 5000 + new), (1, 300), (33, 33), (1, 0)]
+    case = make_case(
+        lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda"
+    )
+    out = attend(case, named(LIBRARIES, "triton"), window)
+    factor = 4.0 if dtype == torch.float32 else 2.0
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [1, 63, 512])
 @pytest.mark.parametrize("history", [1, 63, 64, 4097])
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "head_dim", "block_size"),
@@ -255,14 +276,14 @@ def test_histories(
     )
 
 
-@pytest.mark.parametrize("new", ["one", "many"])
-def test_compiled_ahead_of_time(new: str) -> None:
+@pytest.mark.parametrize(("new", "window"), [("one", None), ("many", None), ("many", 4096)])
+def test_compiled_ahead_of_time(new: str, window: int | None) -> None:
     """Keys and values come by 16 bytes; many queries use the wide matrix instructions of Hopper."""
     from dist_infer.kernels.triton import paged_decode, paged_prefill
 
     signature = {"q": "*bf16", "out": "*bf16", "scale": "fp32", "query_start": "*i32", "kv_lens": "*i32"}
     signature |= dict.fromkeys(("q_token_stride", "q_head_stride"), "i32:16")
-    constexprs = {"GROUP": 4, "HEAD_DIM": 128, "DIM": 128}
+    constexprs = {"GROUP": 4, "HEAD_DIM": 128, "DIM": 128, "WINDOW": window}
     if new == "one":
         signature |= dict.fromkeys(("k_cache", "v_cache"), "*bf16") | {"page_table": "*i32", "table_stride": "i32"}
         signature |= dict.fromkeys(("slot_stride", "kv_head_stride"), "i32:16") | {"num_splits": "i32"}
@@ -323,11 +344,31 @@ def test_only_the_reference_has_wide_heads() -> None:
     assert named(LIBRARIES, "triton").is_available(target) == "takes heads of up to 256 channels, not 512"
 
 
-def test_only_the_reference_has_a_window() -> None:
-    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry={"window": 4096})
-    reasons = [library.is_available(target) for library in LIBRARIES]
-    assert reasons[-1] is None
-    assert all(reason and "window" in reason for reason in reasons[:-1])
+@library_runs(LIBRARIES, [torch.float32, torch.bfloat16], names=["triton"])
+@pytest.mark.parametrize("window", [1, 33, 100, 1000])
+def test_a_window_in_tiles_and_splits(
+    library: Library[PlanFunction], device: str, dtype: torch.dtype, window: int
+) -> None:
+    """Ends of the window inside of blocks and on their borders, rows that see nothing of their tile's first keys."""
+    lens = [(1, 200), (70, 300), (1, 0), (33, 33), (1, 64), (2, 131)]
+    case = make_case(lens, heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=dtype, device=device)
+    factor = 4.0 if dtype == torch.float32 else 2.0  # the order of the sums differs
+    out = attend(case, library, window)
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=factor)
+
+
+@library_runs(LIBRARIES, names=["triton"])
+def test_keys_older_than_the_window_are_not_read(library: Library[PlanFunction], device: str) -> None:
+    """NaN in pages that no query sees any more: their pages may be another's by then."""
+    lens, window = [(1, 200), (40, 300)], 64
+    case = make_case(lens, heads=2, kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32, device=device)
+    before = attend(case, library, window)
+    for row, (num_queries, kv_len) in enumerate(lens):
+        oldest = (kv_len - num_queries + 1 - window) // 64 * 64  # whole tiles are left out
+        for page in case.step.page_table[row, : oldest // 4].tolist():
+            for cache in (case.k_cache, case.v_cache):
+                cache[page * 4 : page * 4 + 4] = torch.nan
+    assert torch.equal(attend(case, library, window), before)
 
 
 @library_runs(LIBRARIES)
