@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.timing import Row, Run, compare, floor_us, write_results
 from dist_infer.kernels import moe_experts, moe_route, router_gemm
-from dist_infer.kernels.carriers import RoutingMethod
+from dist_infer.kernels.carriers import GatedActivation, RoutingMethod
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.reference.moe_route import moe_route as torch_moe_route
 from dist_infer.kernels.reference.router_gemm import router_gemm as torch_router_gemm
@@ -31,6 +31,7 @@ NUM_COPIES = 2  # of the weights
 CALLS_A_COPY = 4
 NUM_COMPILERS = 14
 _DTYPE = torch.bfloat16
+SILU = GatedActivation.SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +134,18 @@ class Ours:
         def whole(inputs: Inputs) -> Sequence[Tensor]:
             weights = inputs.weights
             logits = self.router.function(inputs.x, weights.router)
-            ids, factors = self.route.function(logits, None, method, None)
-            return [self.experts.function(inputs.x, ids, factors, weights.gate_up, weights.down)]
+            ids, factors = self.route.function(logits, None, method, None, None)
+            return [self.experts.function(inputs.x, ids, factors, weights.gate_up, weights.down, SILU)]
 
         def experts(inputs: Inputs) -> Sequence[Tensor]:
             weights = inputs.weights
-            return [self.experts.function(inputs.x, inputs.ids, inputs.factors, weights.gate_up, weights.down)]
+            return [self.experts.function(inputs.x, inputs.ids, inputs.factors, weights.gate_up, weights.down, SILU)]
 
         return {
             "ours": whole,
             "experts": experts,
             "router": lambda inputs: [self.router.function(inputs.x, inputs.weights.router)],
-            "routing": lambda inputs: list(self.route.function(inputs.logits, None, method, None)),
+            "routing": lambda inputs: list(self.route.function(inputs.logits, None, method, None, None)),
         }
 
 

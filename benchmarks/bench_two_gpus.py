@@ -24,8 +24,9 @@ import torch
 from benchmarks.bench_decode import CONTEXT, MODELS, PREFILL, Place, Served
 from benchmarks.timing import RESULTS, Row, device_name, write_results
 from dist_infer.checkpoint.folder import open_model_folder
+from dist_infer.comm.expert_peers import ExpertCollectives
 from dist_infer.comm.mesh import Mesh
-from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collectives
+from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_axes
 from dist_infer.config import ModelConfig
 from dist_infer.errors import ExitCode, UsageError
 from dist_infer.kernels.dispatch import Target
@@ -52,12 +53,19 @@ def together(world: World, layout: Layout, config: ModelConfig) -> Place:
     """Both ranks serve one model. Ranks: collective over the world."""
     mesh = Mesh.create(world=world.size, rank=world.rank, dp=layout.dp)
     axes = world.communicators(mesh)
-    target = Target(device=world.device, dtype=torch.bfloat16)
-    tp = open_peer_collectives(axes.tp, target, max_tokens=PREFILL, hidden=config.hidden_size)
+    tp, everyone = open_peer_axes(
+        axes,
+        mesh,
+        Target(device=world.device, dtype=torch.bfloat16),
+        max_tokens=PREFILL,
+        max_seqs=layout.batch // layout.dp,
+        hidden=config.hidden_size,
+        top_k=config.moe.top_k if config.moe else None,
+    )
     return Place(
         mesh=mesh,
         tp=tp,
-        world=tp if layout.dp == 1 else axes.world,
+        world=everyone,
         control=world.control,
         vote=world.vote,
         largest=lambda number: -world.all_min([-number])[0],
@@ -83,13 +91,26 @@ def measure(name: str, world: World) -> Iterator[Row]:
         yield Row(
             case=f"{name} bf16 {layout.name} context={CONTEXT} b={layout.batch}",
             ours_us=slowest(world, step_us),
-            library="peer memory" if isinstance(place.tp, PeerCollectives) else "nccl",
+            library="peer memory" if is_peered(place) else "nccl",
             peers={"one GPU": one_us[layout.batch]},
             bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
         )
         del served
-        if isinstance(place.tp, PeerCollectives):
-            place.tp.close()
+        free_memory()
+        close(place)
+
+
+def is_peered(place: Place) -> bool:
+    """What a decode step exchanges goes through peer memory."""
+    return isinstance(place.tp, PeerCollectives) or isinstance(place.world, ExpertCollectives)
+
+
+def close(place: Place) -> None:
+    """Give peer memory back. Ranks: collective over the world."""
+    if isinstance(place.tp, PeerCollectives):
+        place.tp.close()
+    if isinstance(place.world, ExpertCollectives):
+        place.world.peer_rows.close()
 
 
 def slowest(world: World, time_us: float) -> float:

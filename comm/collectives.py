@@ -154,7 +154,7 @@ class TorchCollectives:
         self.wire_bytes = dict.fromkeys(_TAGS, 0)
         self.wire = wire
         self.capturable = isinstance(wire, NcclWire)
-        self._axis = axis
+        self.axis = axis
         self.max_whole_bytes = max_whole_bytes
         self._num_exchanges = 0
 
@@ -231,13 +231,13 @@ class TorchCollectives:
             self.wire.exchange([_as_bytes(x) for x in sends], [_as_bytes(x) for x in recvs], tag)
         except RuntimeError as error:
             raise PeerFailedError(
-                f"{name} over axis {self._axis} failed on its rank {self.rank} of {self.size}: {error}"
+                f"{name} over axis {self.axis} failed on its rank {self.rank} of {self.size}: {error}"
             ) from error
 
     def _check_device(self, name: str, x: Tensor) -> None:
         if x.device != self.wire.device:
             raise ValueError(
-                f"{name}: the tensor is on {x.device}, the group of axis {self._axis} works on {self.wire.device}"
+                f"{name}: the tensor is on {x.device}, the group of axis {self.axis} works on {self.wire.device}"
             )
 
 

@@ -5,10 +5,12 @@
                    the sums scattered back. The only way with MoE tensor parallelism (M > 1)
     AllToAll       several groups, M = 1: a row goes once to each rank that holds one of its experts. The host must
                    learn the counts, one read a layer, so it is for eager prefill, where bytes outweigh the wait
+    PeerRows       several groups on GPUs that map each other's memory: as GatherScatter in two launches, for few rows,
+                   as many on every rank
 
-GatherScatter and AllToAll give the same bytes: an expert sees the same rows in the same order either way, and the parts
-of a row are added in rank order. So the choice between them is one of speed only; it follows from the agreed table and
-from the layout, hence is the same on all ranks. R rows, D model, K experts a row.
+The last three give the same bytes: an expert sees the same rows in the same order either way, and the parts of a row
+are added in rank order. So the choice between them is one of speed only; it follows from the agreed table and from the
+layout, hence is the same on all ranks. R rows, D model, K experts a row.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from torch import Tensor
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.expert_all_to_all import AllToAll
 from dist_infer.comm.expert_gather import GatherScatter
-from dist_infer.comm.expert_rows import ExpertRows, Experts
+from dist_infer.comm.expert_peers import ExpertCollectives
+from dist_infer.comm.expert_rows import ExpertRows, Experts, counted_from
 from dist_infer.comm.mesh import Mesh, split_range, split_sizes
 from dist_infer.comm.moe_chunks import ChunkPlan, plan_chunks
 
@@ -73,8 +76,8 @@ class AllReduce:
     """One group: all ranks hold all rows. Chunks bound what the experts work on at a time; there is one sum."""
 
     def __init__(self, mesh: Mesh, world: Collectives, *, num_experts: int) -> None:
-        self._held = split_range(num_experts, mesh.ep, mesh.ep_rank)
-        self._holds_all = len(self._held) == num_experts
+        self.held = split_range(num_experts, mesh.ep, mesh.ep_rank)
+        self._holds_all = len(self.held) == num_experts
         self._world = world
 
     def plan(self, rank_tokens: Sequence[int], max_tokens: int | None, *, eager_prefill: bool = False) -> ChunkPlan:
@@ -85,16 +88,19 @@ class AllReduce:
 
     def run(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
         """See ExpertExchange."""
-        part = self.run_part(x, topk_ids, topk_weights, experts, plan)
-        return part if self._world.size == 1 else self._world.all_reduce(part)
+        if not self._holds_all:
+            topk_ids = counted_from(topk_ids, self.held)
+        return self.sum(self.run_part(x, topk_ids, topk_weights, experts, plan))
 
-    def run_part(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
+    def run_part(self, x: Tensor, held_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
         """This rank's part of what `run` gives, for a caller that has the sum over the world made with what follows it.
+
+        Ids count the experts held here, -1 is any other.
 
         Ranks: local.
         """
-        rows = _real_rows(x, topk_ids, topk_weights, plan.rows(0))
-        parts = (self._apply(rows.slice(plan.own(0, chunk)[0]), experts) for chunk in range(plan.num_chunks))
+        rows = _real_rows(x, held_ids, topk_weights, plan.rows(0))
+        parts = (_compute(rows.slice(plan.own(0, chunk)[0]), experts) for chunk in range(plan.num_chunks))
         if plan.num_chunks == 1:
             return _padded(list(parts), x)
         total = torch.zeros_like(x)
@@ -103,10 +109,9 @@ class AllReduce:
             total[own.start : own.stop] = part
         return total
 
-    def _apply(self, rows: ExpertRows, experts: Experts) -> Tensor:
-        if self._holds_all:  # ids count all experts and the held ones alike
-            return experts(rows.x, rows.ids, rows.weights)
-        return rows.apply(experts, self._held)
+    def sum(self, part: Tensor) -> Tensor:
+        """The parts of all ranks together. Ranks: collective over the world."""
+        return part if self._world.size == 1 else self._world.all_reduce(part)
 
 
 class ScatteredRows:
@@ -114,7 +119,9 @@ class ScatteredRows:
 
     def __init__(self, mesh: Mesh, world: Collectives, device: torch.device, *, num_experts: int, top_k: int) -> None:
         self._mesh = mesh
-        self._gather = GatherScatter(world, split_range(num_experts, mesh.ep, mesh.ep_rank), device)
+        self._held = split_range(num_experts, mesh.ep, mesh.ep_rank)
+        self._gather = GatherScatter(world, self._held, device)
+        self._peers = world.peer_rows if isinstance(world, ExpertCollectives) else None
         # The part of the bytes saved if experts are chosen evenly: that a row has no expert on some other rank.
         saving = (1 - 1 / mesh.world) ** top_k
         self._select: AllToAll | None = None
@@ -134,11 +141,17 @@ class ScatteredRows:
     def run(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, plan: ChunkPlan) -> Tensor:
         """See ExpertExchange."""
         rows = _real_rows(x, topk_ids, topk_weights, plan.rows(self._mesh.rank))
+        if self._peers is not None and self._peers.takes(rows, plan):
+            return _padded([self._peers.run(rows, experts, self._held)], x)
         if not plan.selective:
             return _padded(self._gather.run(rows, experts, plan), x)
         if self._select is None:
             raise ValueError("experts: this layout has no all-to-all, but the plan asks for it")
         return _padded(self._select.run(rows, experts, plan), x)
+
+
+def _compute(rows: ExpertRows, experts: Experts) -> Tensor:
+    return experts(rows.x, rows.ids, rows.weights)
 
 
 def _real_rows(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_rows: int) -> ExpertRows:

@@ -72,8 +72,12 @@ class ExpertRows:
 
         Shapes: -> [R, D], contiguous.
         """
-        mine = (self.ids >= held.start) & (self.ids < held.stop)
-        return experts(self.x, torch.where(mine, self.ids - held.start, -1), self.weights).contiguous()
+        return experts(self.x, counted_from(self.ids, held), self.weights).contiguous()
+
+
+def counted_from(ids: Tensor, held: range) -> Tensor:
+    """Ids of all experts as ids of those held: -1 is none of them."""
+    return torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1)
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

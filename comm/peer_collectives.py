@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, open_peer_room
+from dist_infer.comm.bootstrap import Communicators
 from dist_infer.comm.collectives import Collectives, TorchCollectives
+from dist_infer.comm.expert_peers import open_expert_collectives
+from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.strategy import Strategy
 from dist_infer.comm.symmetric import NoPeerMemoryError
 from dist_infer.comm.wire import NcclWire
@@ -92,3 +95,21 @@ def open_peer_collectives(
     if group.rank == 0 and group.size > 1:
         _logger.warning("all-reduces don't go through peer memory, which is faster: %s", why)
     return group
+
+
+def open_peer_axes(
+    axes: Communicators, mesh: Mesh, target: Target, *, max_tokens: int, max_seqs: int, hidden: int, top_k: int | None
+) -> tuple[Collectives, Collectives]:
+    """The collectives of a model's group and those of all ranks, through peer memory where that is to be had.
+
+    For steps of up to `max_tokens`, or `max_seqs` of one token each, a group. `top_k` experts a token; None: the model
+    has no experts.
+
+    Ranks: collective over the world.
+    """
+    tp = open_peer_collectives(axes.tp, target, max_tokens=max_tokens, hidden=hidden)
+    if mesh.dp == 1:
+        return tp, tp
+    if top_k is None:
+        return tp, axes.world
+    return tp, open_expert_collectives(axes.world, target, max_rows=max_seqs, hidden=hidden, top_k=top_k)

@@ -18,7 +18,9 @@ from dist_infer.kernels.carriers import RoutingMethod
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
 from dist_infer.kernels.reference.moe_route import moe_route as reference_moe_route
 
-MoeRouteFunction: TypeAlias = Callable[[Tensor, Tensor | None, RoutingMethod, Tensor | None], tuple[Tensor, Tensor]]
+MoeRouteFunction: TypeAlias = Callable[
+    [Tensor, Tensor | None, RoutingMethod, Tensor | None, range | None], tuple[Tensor, Tensor]
+]
 
 _MAX_UNROLLED = 32  # choices that the Triton kernel makes one after another
 
@@ -47,6 +49,7 @@ def moe_route(
     method: RoutingMethod,
     num_real: Tensor | None = None,
     *,
+    held: range | None = None,
     library: Library[MoeRouteFunction],
 ) -> tuple[Tensor, Tensor]:
     """(expert ids, weights) of each token, the best choice first; of equal choices the smaller id comes first.
@@ -54,6 +57,8 @@ def moe_route(
     Scores are softmax or sigmoid of the logits, in their dtype. The choice is by score + bias, the weights are the
     scores alone. NaN is chosen last; ids are always K different experts. `num_real` tells how many rows are tokens: the
     rows behind them are padding, whatever they hold, and get ids -1 and weights 0. It is read on the device.
+
+    With `held` ids count the experts held, from the first one on; -1 is any other. Weights are as without.
 
     Shapes: logits [T, E], bias [E], both float32 or float64, num_real [1] int32 -> [T, K] int32, [T, K] of the logits'
         dtype.
@@ -70,4 +75,6 @@ def moe_route(
     if num_real is not None and (num_real.shape != (1,) or num_real.dtype != torch.int32):
         raise ValueError(f"moe_route: num_real {num_real.dtype} {list(num_real.shape)} is not int32 [1]")
     method.check(logits.shape[1])
-    return library.function(logits, bias, method, num_real)
+    if held is not None and not (held.step == 1 and 0 <= held.start <= held.stop <= logits.shape[1]):
+        raise ValueError(f"moe_route: {held} are not experts of {logits.shape[1]}")
+    return library.function(logits, bias, method, num_real, held)

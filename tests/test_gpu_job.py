@@ -82,12 +82,12 @@ def test_two_ranks_share_the_gpu(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two CUDA devices")
-@pytest.mark.parametrize("layout", TWO_RANKS[:3:2], ids=" ".join)
+@pytest.mark.parametrize("wire", [[], ["--no-peer-memory"]], ids=["peer memory", "NCCL"])
+@pytest.mark.parametrize("layout", TWO_RANKS, ids=" ".join)
 def test_two_ranks_have_a_gpu_each(
-    model: Path, expected: dict[str, list[int]], tmp_path: Path, layout: list[str]
+    model: Path, expected: dict[str, list[int]], tmp_path: Path, layout: list[str], wire: list[str]
 ) -> None:
-    """Collectives between GPUs are captured with the rest of a step, but for those of experts that groups share."""
-    answers, log = run(model, tmp_path, 2, layout)
-    shared = layout[0] == "--dp" and model.name != "llama"
-    assert ("experts that several groups share" if shared else "replayed as graphs of 1, 2, 4, 5") in log
+    """What they exchange is captured with the rest of a step, also on the stream beside it."""
+    answers, log = run(model, tmp_path, 2, [*layout, *wire])
+    assert "replayed as graphs of 1, 2, 4, 5" in log and "through peer memory" not in log
     assert answers == expected

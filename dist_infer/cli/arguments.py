@@ -48,6 +48,7 @@ def engine_values(context: typer.Context) -> dict[str, Any]:
     given = context.params
     renamed = {
         "prefix_cache": not given["no_prefix_cache"],
+        "peer_memory": not given["no_peer_memory"],
         "step_timeout_s": given["step_timeout"],
         "graph_batch_sizes": options.parse_sizes(given["graph_batch_sizes"]),
         "kernels": tuple(given["kernels"] or ()),
@@ -146,6 +147,12 @@ GraphBatchSizes = Annotated[
 Eager = Annotated[bool, typer.Option("--eager", help="Launch decode steps kernel by kernel, without CUDA graphs.")]
 ShareGPU = Annotated[
     bool, typer.Option("--share-gpu", help="Let several ranks have one GPU: slow, for tests of layouts.")
+]
+NoPeerMemory = Annotated[
+    bool,
+    typer.Option(
+        "--no-peer-memory", help="GPUs exchange everything by NCCL, also where they map each other's memory: slower."
+    ),
 ]
 DType = Annotated[
     options.DTypeOption,

@@ -61,6 +61,7 @@ class EngineOptions:
     graph_batch_sizes: tuple[int, ...] | None = None
     eager: bool = False
     share_gpu: bool = False
+    peer_memory: bool = True
     dtype: DTypeOption = "auto"
     quantize: QuantizeOption = "none"
     kernels: tuple[str, ...] = ()  # OP=LIST

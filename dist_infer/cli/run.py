@@ -76,6 +76,7 @@ def run(
     graph_batch_sizes: arguments.GraphBatchSizes = None,
     eager: arguments.Eager = False,
     share_gpu: arguments.ShareGPU = False,
+    no_peer_memory: arguments.NoPeerMemory = False,
     dtype: arguments.DType = "auto",
     quantize: arguments.Quantize = "none",
     kernels: arguments.Kernels = (),  # type: ignore[assignment]  # the parser makes a list of it

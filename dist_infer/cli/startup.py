@@ -16,7 +16,7 @@ from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
 from dist_infer.comm.mesh import Mesh
-from dist_infer.comm.peer_collectives import open_peer_collectives
+from dist_infer.comm.peer_collectives import open_peer_axes
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture, default_sizes
 from dist_infer.kernels.dispatch import Target
@@ -78,18 +78,25 @@ def load_model(
 
     Ranks: collective over the world.
     """
-    communicators = world.communicators(plan.mesh)
-    tp = communicators.tp
-    if plan.device.type == "cuda":
-        target = Target(device=plan.device, dtype=plan.dtype)
-        tp = open_peer_collectives(tp, target, max_tokens=options.max_num_tokens, hidden=plan.config.hidden_size)
+    axes = world.communicators(plan.mesh)
+    tp, everyone = axes.tp, axes.world
+    if plan.device.type == "cuda" and options.peer_memory:
+        tp, everyone = open_peer_axes(
+            axes,
+            plan.mesh,
+            Target(device=plan.device, dtype=plan.dtype),
+            max_tokens=options.max_num_tokens,
+            max_seqs=options.max_num_seqs,
+            hidden=plan.config.hidden_size,
+            top_k=plan.config.moe.top_k if plan.config.moe else None,
+        )
     return stage(
         world,
         "load the model",
         lambda: load_shard(
             plan,
             tp,
-            world=tp if plan.mesh.dp == 1 else communicators.world,
+            world=everyone,
             max_moe_tokens=options.moe_max_tokens,
             uniform_routing=uniform_routing,
             weight_format=None if options.quantize == "none" else WeightFormat(options.quantize),

@@ -36,9 +36,13 @@ class MoeNames:
 
 
 class Router:
-    """Replicated: every rank routes its own rows. Weight and bias are kept and applied in at least float32."""
+    """Replicated: every rank routes its own rows. Weight and bias are kept and applied in at least float32.
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup) -> None:
+    Ids count the experts `held`, -1 is any other; None: they count all.
+    """
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup, *, held: range | None = None) -> None:
+        self._held = held
         self.weight = setup.empty_wide(moe.num_experts, hidden_size)
         self.bias = setup.empty_wide(moe.num_experts) if moe.has_bias else None
         self._method = RoutingMethod(
@@ -62,7 +66,7 @@ class Router:
         Ranks: local.
         """
         logits = router_op.router_gemm(hidden, self.weight, library=self._gemm)
-        return route_op.moe_route(logits, self.bias, self._method, num_real, library=self._route)
+        return route_op.moe_route(logits, self.bias, self._method, num_real, held=self._held, library=self._route)
 
     def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:
         """The tensor `gate.weight`, and the bias where there is one."""
@@ -139,14 +143,14 @@ class MoeLayer:
 
     def __init__(self, config: ModelConfig, names: MoeNames, exchange: ExpertExchange, setup: LayerSetup) -> None:
         moe = moe_geometry(config)
-        self.router = Router(config.hidden_size, moe, setup)
+        held = exchange.held if isinstance(exchange, AllReduce) else None
+        self.router = Router(config.hidden_size, moe, setup, held=held)
         self.experts = Experts(config.hidden_size, moe, setup)
         self._names = names
         self._exchange = exchange
-        self._one_group = setup.expert_mesh.dp == 1
         self.shared: GatedMlp | None = None
         if moe.shared_intermediate_size:
-            own = setup if self._one_group else replace(setup, tp=SingleCollectives())
+            own = setup if self.has_parts else replace(setup, tp=SingleCollectives())
             self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own)
 
     def __call__(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor:
@@ -155,9 +159,9 @@ class MoeLayer:
         Shapes: hidden [R, D], num_real [1] int32 -> [R, D].
         Ranks: collective over the world.
         """
+        if isinstance(self._exchange, AllReduce):
+            return self._exchange.sum(self.part(hidden, chunks, num_real))
         expert_ids, weights = self.router(hidden, num_real)
-        if self._one_group:
-            return self._exchange.run(hidden, expert_ids, weights, self._experts_and_shared, chunks)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
         return routed if self.shared is None else routed + self.shared(hidden)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from dist_infer.comm.expert import ExpertExchange, ScatteredRows, open_expert_exchange
+from dist_infer.comm.expert import ExpertExchange, open_expert_exchange
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.config import ModelConfig
 from dist_infer.kernels.carriers import Fp8Tensor
@@ -145,8 +145,6 @@ class Decoder:
             return f"{', '.join(blockers)} can't be captured"
         if not (self._tp.capturable and self._world.capturable):
             return "the collectives between these ranks can't be captured"
-        if isinstance(self._exchange, ScatteredRows):  # its side stream has not been tried inside a capture
-            return "experts that several groups share are not captured"
         return None
 
     @property

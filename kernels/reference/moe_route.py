@@ -8,7 +8,11 @@ from dist_infer.kernels.reference.top_k import top_k
 
 
 def moe_route(
-    logits: Tensor, bias: Tensor | None, method: RoutingMethod, num_real: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    method: RoutingMethod,
+    num_real: Tensor | None = None,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `dist_infer.kernels.moe_route.moe_route`."""
     scores = logits.softmax(1) if method.scoring == "softmax" else logits.sigmoid()
@@ -22,6 +26,8 @@ def moe_route(
     if method.renormalise:
         weights = weights / (weights.sum(1, keepdim=True) + method.renorm_epsilon)
     ids, weights = ids.int(), weights * method.scaling_factor
+    if held is not None:
+        ids = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1)
     if num_real is None:
         return ids, weights
     padding = (torch.arange(len(ids), device=ids.device) >= num_real)[:, None]

@@ -17,7 +17,11 @@ _TAKEN = tl.constexpr(-(2**31))
 
 
 def moe_route(
-    logits: Tensor, bias: Tensor | None, method: RoutingMethod, num_real: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    method: RoutingMethod,
+    num_real: Tensor | None = None,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `dist_infer.kernels.moe_route.moe_route`; float32 alone."""
     num_tokens, num_experts = logits.shape
@@ -53,6 +57,8 @@ def moe_route(
         KEPT=method.num_kept_groups if num_groups > 1 else 1,
         BEST_TWO=method.group_score == "top2_sum" and group_len > 1,
         UNIFORM=method.uniform,
+        FIRST_HELD=0 if held is None else held.start,
+        END_HELD=num_experts if held is None else held.stop,
         num_warps=1,
         **overlapping(logits),
     )
@@ -83,6 +89,8 @@ def _route_kernel(
     KEPT: tl.constexpr,
     BEST_TWO: tl.constexpr,
     UNIFORM: tl.constexpr,
+    FIRST_HELD: tl.constexpr,
+    END_HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -125,6 +133,7 @@ def _route_kernel(
         key = tl.where(taken, _TAKEN, key)
     if RENORMALISE:
         weight /= tl.sum(weight) + epsilon
+    chosen = tl.where((chosen >= FIRST_HELD) & (chosen < END_HELD), chosen - FIRST_HELD, -1)
     tl.store(ids + at, chosen, mask=slot < TOP_K)
     tl.store(weights + at, weight * scaling, mask=slot < TOP_K)
 

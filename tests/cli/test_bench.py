@@ -28,7 +28,7 @@ def test_every_option_arrives(jobs: list[BenchOptions]) -> None:
     command = (
         "bench --num-prompts 3 --input-len 4 --output-len 5 --range-ratio 0.25 --prefix-len 6 --request-rate 1.5 "
         "--max-inflight 7 --warmup 0 --result r.json --model folder --load-format dummy --tp 2 --no-prefix-cache "
-        "--seed 8 --max-num-seqs 9 --uniform-routing"
+        "--no-peer-memory --seed 8 --max-num-seqs 9 --uniform-routing"
     )
     assert main(command.split()) == 75
     assert jobs == [
@@ -46,6 +46,7 @@ def test_every_option_arrives(jobs: list[BenchOptions]) -> None:
             load_format="dummy",
             tp=2,
             prefix_cache=False,
+            peer_memory=False,
             seed=8,
             max_num_seqs=9,
             uniform_routing=True,

@@ -172,6 +172,19 @@ def test_padding_is_routed_nowhere(device: str, library: Library[MoeRouteFunctio
         assert (ids[num_real:] == -1).all() and (weights[num_real:] == 0).all()
 
 
+@pytest.mark.parametrize(("library", "device"), RUNS)
+@pytest.mark.parametrize("held", [range(8, 20), range(3), range(20, 32), range(7, 7)], ids=str)
+def test_ids_count_from_the_first_expert_held(device: str, library: Library[MoeRouteFunction], held: range) -> None:
+    method = METHODS["qwen3 plain"]
+    logits = torch.randn(3, NUM_EXPERTS, device=device)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    all_ids, all_weights = moe_route(logits, None, method, count, library=library)
+    ids, weights = moe_route(logits, None, method, count, held=held, library=library)
+    here = [[held.index(expert) if expert in held else -1 for expert in row] for row in all_ids.tolist()]
+    assert ids.dtype == torch.int32 and ids.tolist() == here
+    assert torch.equal(weights, all_weights)
+
+
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("name", METHODS)
 def test_triton_chooses_as_torch_does(device: str, name: str) -> None:
@@ -211,6 +224,8 @@ def test_the_kernel_compiles_for_hopper() -> None:
         "SOFTMAX": False,
         "RENORMALISE": True,
         "UNIFORM": False,
+        "FIRST_HELD": 64,
+        "END_HELD": 128,
     }
     groups = {"GROUPS": 8, "GROUP_LEN": 32, "GROUP_BLOCK": 8, "EXPERT_BLOCK": 32, "KEPT": 4, "BEST_TWO": True}
     sizes = {"TOP_K": 8, "K_BLOCK": 8, "expert_stride": 1}
@@ -250,5 +265,8 @@ def test_narrow_logits_and_wrong_shapes_are_refused() -> None:
         moe_route(torch.zeros(4), None, method, library=LIBRARIES[-1])
     with pytest.raises(ValueError, match=r"bias torch.float32 \[3\] is not float32 or float64 \[4\]"):
         moe_route(torch.zeros(1, 4), torch.zeros(3), method, library=LIBRARIES[-1])
+    for held in (range(2, 5), range(0, 4, 2), range(3, 1)):
+        with pytest.raises(ValueError, match="are not experts of 4"):
+            moe_route(torch.zeros(1, 4), None, method, held=held, library=LIBRARIES[-1])
     with pytest.raises(ValueError, match=r"num_real torch.int64 \[1\] is not int32 \[1\]"):
         moe_route(torch.zeros(1, 4), None, method, torch.zeros(1, dtype=torch.int64), library=LIBRARIES[-1])
