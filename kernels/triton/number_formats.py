@@ -1,8 +1,8 @@
 """Device functions of the narrow formats, for the quantise kernels and the epilogues of others.
 
 An epilogue rounds its value to the activation dtype first and hands over what it rounded: then its bytes equal those of
-a quantise kernel that reads the stored value. It calls `store_row` on a row, or `store_blocks` on blocks of several,
-and one program a group of scale tiles calls `zero_invented_rows` (only where `has_invented_rows`). FORMAT is a
+a quantise kernel that reads the stored value. It calls `store_row` on a row or a part of one, such as a head, or
+`store_blocks` on blocks of several; `num_zeroing_programs` programs more call `zero_invented_rows`. FORMAT is a
 QuantFormat's value; `scale` points at the scale of FP8 or the global scale of NVFP4, and is None otherwise.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dist_infer.kernels.triton import number_formats
+
 
 @triton.jit
 def cast(x, out, num_elements, BLOCK: tl.constexpr):
@@ -65,3 +67,32 @@ def unknown_instruction(x, out, BLOCK: tl.constexpr):
         "cos.approx.f32 $0, $1;", "=f,f", [tl.load(x + idx)], dtype=tl.float32, is_pure=True, pack=1
     )
     tl.store(out + idx, cosine)
+
+
+@triton.jit
+def merge_heads(
+    parts,
+    out,
+    data,
+    scales,
+    scale,
+    num_rows,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NUM_ZEROING: tl.constexpr,
+):
+    """Two parts of each head's output become one, stored and quantised: a program owns a head of a row."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
+    if row < num_rows:
+        at = row * WIDTH + head * HEAD_DIM + tl.arange(0, HEAD_DIM)
+        merged = tl.load(parts + at) + tl.load(parts + num_rows * WIDTH + at)
+        values = merged.to(out.dtype.element_ty)
+        tl.store(out + at, values)
+        wide_row = row.to(tl.int64)
+        number_formats.store_row(
+            values, wide_row, data, scales, scale, WIDTH, FORMAT, HEAD_DIM, first_column=head * HEAD_DIM
+        )
+    elif head == 0 and row - num_rows < NUM_ZEROING:
+        number_formats.zero_invented_rows(scales, num_rows, row - num_rows, WIDTH, FORMAT)

@@ -17,6 +17,7 @@ from dist_infer.kernels.reference import quantize as reference
 from dist_infer.kernels.triton import number_formats
 from dist_infer.kernels.triton import quantize as triton_quantize
 from tests.devices import DEVICES
+from tests.kernels import device_code
 from tests.kernels.aot import compile_ahead
 from tests.kernels.triton_interpreter import TRITON_DEVICES
 
@@ -348,6 +349,25 @@ def test_tiles_for_many_rows(
     ours = poisoned(quant_format, x)
     triton_quantize.quantize(x, ours)
     assert same_bytes(ours, expected(quant_format, x))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize(
+    "quant_format", [kind for kind in FORMATS if kind is not QuantFormat.FP8_ROWS], ids=lambda kind: kind.value
+)
+def test_an_epilogue_that_owns_a_head_gives_the_bytes_of_a_quantiser(device: str, quant_format: QuantFormat) -> None:
+    """Of what it has stored, not of what it added up; a scale a row would need all heads."""
+    parts = torch.stack([normal(33, 512, torch.float32), normal(33, 512, torch.float32).flip(1)]).to(device)
+    merged = torch.empty(33, 512, dtype=BF16, device=device)
+    ours = poisoned(quant_format, merged)
+    name, block, swizzled = triton_quantize.kernel_format(ours)
+    num_zeroing = number_formats.num_zeroing_programs(33, 512 // block, swizzled=swizzled)
+    scale = scale_of(quant_format, device)
+    device_code.merge_heads[(33 + num_zeroing, 4)](
+        parts, merged, ours.data, ours.scales, scale, 33, HEADS=4, HEAD_DIM=128, FORMAT=name, NUM_ZEROING=num_zeroing
+    )
+    assert torch.equal(merged, parts.sum(0).to(BF16))
+    assert same_bytes(ours, expected(quant_format, merged))
 
 
 @pytest.mark.parametrize(

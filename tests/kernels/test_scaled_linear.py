@@ -1,5 +1,7 @@
 """Products with quantised weights: against float64, and byte by byte against a weight that is dequantised before."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,27 +120,6 @@ def test_fp8_with_a_scale_a_row(device: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("weight_format", NARROW)
-def test_bytes_of_the_kernel_on_a_dequantised_weight(device: str, weight_format: WeightFormat) -> None:
-    """Their values are exact in bfloat16, so nothing may differ."""
-    num_tokens, num_outputs, width = (5, 96, 640) if device == "cpu" else (37, 1536, 7168)
-    x, weight = operands(weight_format, num_tokens, num_outputs, width, device)
-    assert isinstance(x, Tensor) and not isinstance(weight, Fp8Tensor)
-    global_scale = weight.global_scale if isinstance(weight, Nvfp4Tensor) else None
-    unscaled = weight
-    if isinstance(weight, Nvfp4Tensor):
-        unscaled = Nvfp4Tensor(data=weight.data, scales=weight.scales, layout=weight.layout, shape=weight.shape)
-    wide = dequantize(unscaled, torch.float32)
-    assert torch.equal(wide, wide.to(BF16).float())
-    ours = triton_scaled_linear.dequantized_linear(x, weight, None, BF16)
-    in_place = weight_format is WeightFormat.NVFP4
-    plain = triton_scaled_linear.multiply(
-        x, wide.to(BF16), None, global_scale, None, weight.shape, "none", in_place=in_place
-    )
-    assert torch.equal(ours, plain)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("weight_format", [*NARROW, WeightFormat.FP8_BLOCK])
 def test_every_code_and_scale_of_a_weight(device: str, weight_format: WeightFormat) -> None:
     """Unit vectors read the weight out: all 256 bytes of data, and all scales that weights may have."""
@@ -224,15 +205,37 @@ def test_where_the_libraries_run() -> None:
         assert "not torch.float32" in str(libraries[0].is_available(wide))
 
 
-@pytest.mark.parametrize(("name", "data"), [("nvfp4", "*u8"), ("mxfp8", "*fp8e4nv")])
-def test_dequantises_on_the_way_to_the_matrix_units_of_hopper(name: str, data: str) -> None:
-    types = {"x": "*bf16", "data": data, "scales": "*u8", "out": "*bf16", "num_tokens": "i32"}
+def longest_loop(sass: str) -> list[str]:
+    """The instructions between a branch that goes back the farthest and its target."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
+    loops = []
+    for at, text in code:
+        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            loops.append([other for place, other in code if int(target[1], 16) <= place <= at])
+    return max(loops, key=len)
+
+
+@pytest.mark.parametrize(("name", "instructions"), [("nvfp4", 4.5), ("mxfp8", 5.0)])
+def test_dequantises_on_the_way_to_the_matrix_units_of_hopper(name: str, instructions: float) -> None:
+    """In registers: the codes come by 16 bytes, and nothing but them is read back from shared memory."""
+    types = {
+        "x": "*bf16",
+        "data": "*i16",
+        "scales": "*u8",
+        "out": "*fp32",
+        "num_tokens": "i32",
+        "tiles_per_split": "i32",
+    }
     types |= {"num_outputs": "i32:16", "x_stride": "i32:16"}
-    constants = {"K": 7168, "K_SPLIT": 7168, "FORMAT": name, "TILE_N": 64, "TILE_T": 16, "TILE_K": 128}
-    constants |= {"num_stages": 4, "bias": None, "global_scale": None, "IN_PLACE": name == "nvfp4"}
+    constants = {"K": 7168, "IS_SPLIT": True, "FORMAT": name, "TILE_N": 64, "TILE_T": 16, "TILE_K": 128}
+    constants |= {"num_stages": 4, "bias": None, "global_scale": None, "OVERLAP": True}
     made = compile_ahead(triton_scaled_linear.multiply_dequantized, types, constants, num_warps=4)
     assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.cg.shared.global" in made.asm["ptx"]
     assert made.spilled_bytes == 0
+    body = longest_loop(made.asm["sass"])
+    assert len(body) * 128 / (64 * 128) < instructions
+    assert sum(line.startswith("STS") for line in body) <= 8  # of x
 
 
 def test_fp8_blocks_use_the_fp8_matrix_units_of_hopper() -> None:
