@@ -71,6 +71,13 @@ class RoutingMethod:
             raise ValueError(f"routing chooses {self.top_k} of {num_eligible} eligible experts")
 
 
+class GatedActivation(StrEnum):
+    """What an MLP makes of a gate g and an up u."""
+
+    SILU = "silu"  # silu(g) u
+    SWIGLUOAI = "swigluoai"  # (clamp(u, -7, 7) + 1) g' sigmoid(1.702 g'), g' = min(g, 7): gpt-oss, MiniMax-M3
+
+
 class ScaleLayout(StrEnum):
     """How the scale bytes of blocks along a row are laid out. m is a row, k a block of it, K blocks a row."""
 
@@ -240,3 +247,33 @@ def _check_part(name: str, part: Tensor, dtype: torch.dtype, shape: tuple[int, .
 def _check_scalar(name: str, part: Tensor) -> None:
     if part.dtype != torch.float32 or part.numel() != 1:
         raise ValueError(f"{name} must be one torch.float32, not {part.dtype} {list(part.shape)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """RMSNorm over all query heads and over all key heads of a token, as a rank knows it. N and K heads, H head dim.
+
+    Shapes: q_weight [N * H], k_weight [K * H].
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    num_q_channels: int  # of all ranks
+    num_k_channels: int
+    eps: float
+    counts_keys: tuple[bool, ...]  # of each rank of the launch: no other one adds the squares of its KV heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How heads turn, and where keys and values are kept. T tokens, R rotated channels, C slots of the cache.
+
+    Shapes: cos and sin [T, R / 2], slots [T], caches [C, K, H].
+    """
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    interleaved: bool

@@ -5,11 +5,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, deferred
 from dist_infer.kernels.linear import takes_few_rows
 from dist_infer.kernels.reference.gated_linear import gated_linear as reference_gated_linear
 
-GatedLinearFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+GatedLinearFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, GatedActivation], Tensor]
 
 LIBRARIES: tuple[Library[GatedLinearFunction], ...] = (
     Library(
@@ -23,9 +24,14 @@ LIBRARIES: tuple[Library[GatedLinearFunction], ...] = (
 
 
 def gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library[GatedLinearFunction]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: GatedActivation = GatedActivation.SILU,
+    library: Library[GatedLinearFunction],
 ) -> Tensor:
-    """silu(gate) * up of the product x W^T + bias: `kernels/linear`, rounded, then `kernels/silu_mul`.
+    """The activation of the product x W^T + bias: `kernels/linear`, rounded, then `kernels/silu_mul`.
 
     Shapes: x [T, K], weight [2 * I, K] and bias [2 * I], the gates first -> [T, I].
     Errors: ValueError for shapes or dtypes that don't fit.
@@ -36,4 +42,4 @@ def gated_linear(
         )
     if weight.shape[0] % 2 or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype)):
         raise ValueError(f"gated_linear: weight {list(weight.shape)} is not gates and ups, or its bias does not fit")
-    return library.function(x, weight, bias)
+    return library.function(x, weight, bias, activation)

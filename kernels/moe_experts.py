@@ -9,10 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.moe_experts import moe_experts as reference_moe_experts
 
-MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
 
 LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
     Library(
@@ -32,9 +33,12 @@ def moe_experts(
     w_gate_up: Tensor,
     w_down: Tensor,
     *,
+    activation: GatedActivation = GatedActivation.SILU,
     library: Library[MoeExpertsFunction],
 ) -> Tensor:
     """The sum over k of weights[r, k] * down(silu(gate(x[r])) * up(x[r])) of expert expert_ids[r, k].
+
+    The activation may be another one.
 
     An id of -1 is no expert of this rank: nothing is computed for it, and whatever stands in its row or weight, NaN
     included, shows nowhere. A row without experts gives zeros. Each expert's output is rounded to the dtype of `x`;
@@ -62,4 +66,4 @@ def moe_experts(
         raise ValueError(f"moe_experts: x {x.dtype} meets weights {w_gate_up.dtype} and {w_down.dtype}")
     if expert_ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"moe_experts: ids {expert_ids.dtype} or weights {weights.dtype} are of another kind")
-    return library.function(x, expert_ids, weights, w_gate_up, w_down)
+    return library.function(x, expert_ids, weights, w_gate_up, w_down, activation)

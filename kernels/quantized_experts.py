@@ -11,13 +11,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
 from dist_infer.kernels.reference.quantized_experts import quantized_experts as reference_quantized_experts
 from dist_infer.kernels.scaled_linear import WeightFormat, check_operands
 
 QuantizedExpertsFunction: TypeAlias = Callable[
-    [Tensor | Fp8Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor], Tensor
+    [Tensor | Fp8Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor, GatedActivation], Tensor
 ]
 
 
@@ -60,6 +60,7 @@ def quantized_experts(
     w_gate_up: QuantizedTensor,
     w_down: QuantizedTensor,
     *,
+    activation: GatedActivation = GatedActivation.SILU,
     library: Library[QuantizedExpertsFunction],
 ) -> Tensor:
     """As `dist_infer.kernels.moe_experts.moe_experts`, each product as `kernels.scaled_linear.scaled_linear` has it.
@@ -98,4 +99,4 @@ def quantized_experts(
         check_operands(x, w_gate_up, x.dtype)
     if expert_ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"quantized_experts: ids {expert_ids.dtype} or weights {weights.dtype} are of another kind")
-    return library.function(x, expert_ids, weights, w_gate_up, w_down)
+    return library.function(x, expert_ids, weights, w_gate_up, w_down, activation)

@@ -5,10 +5,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.reference.silu_mul import silu_mul as reference_silu_mul
 
-SiluMulFunction: TypeAlias = Callable[[Tensor], Tensor]
+SiluMulFunction: TypeAlias = Callable[[Tensor, GatedActivation], Tensor]
 
 LIBRARIES: tuple[Library[SiluMulFunction], ...] = (
     Library(
@@ -21,8 +22,13 @@ LIBRARIES: tuple[Library[SiluMulFunction], ...] = (
 )
 
 
-def silu_mul(gate_up: Tensor, *, library: Library[SiluMulFunction]) -> Tensor:
-    """silu(gate) * up in float32 (float64 for float64), rounded once.
+def silu_mul(
+    gate_up: Tensor,
+    *,
+    activation: GatedActivation = GatedActivation.SILU,
+    library: Library[SiluMulFunction],
+) -> Tensor:
+    """silu(gate) * up, or another activation of them, in float32 (float64 for float64), rounded once.
 
     Shapes: gate_up [T, 2 * I], the gates first -> [T, I].
     Errors: ValueError for an odd width.
@@ -30,4 +36,4 @@ def silu_mul(gate_up: Tensor, *, library: Library[SiluMulFunction]) -> Tensor:
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"silu_mul: {list(gate_up.shape)} is not [tokens, 2 * intermediate]")
-    return library.function(gate_up)
+    return library.function(gate_up, activation)

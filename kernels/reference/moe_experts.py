@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.reference.silu_mul import silu_mul
 
 
-def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
     """See `dist_infer.kernels.moe_experts.moe_experts`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    outputs, place = _expert_outputs(x, expert_ids, w_gate_up, w_down)
+    outputs, place = _expert_outputs(x, expert_ids, w_gate_up, w_down, activation)
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for k in range(expert_ids.shape[1] if len(outputs) else 0):
         rows = (expert_ids[:, k] >= 0).nonzero().squeeze(1)
@@ -23,7 +31,9 @@ def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tenso
     return total.to(x.dtype)
 
 
-def _expert_outputs(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+def _expert_outputs(
+    x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: GatedActivation
+) -> tuple[Tensor, Tensor]:
     """The unweighted outputs of all routed pairs, and where that of (row, k) stands: [R, K]."""
     num_experts, top_k = len(w_down), expert_ids.shape[1]
     flat_ids = expert_ids.flatten().long()
@@ -37,7 +47,7 @@ def _expert_outputs(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Te
     pairs_of = torch.split(order[num_inert:], counts)
     for expert_idx, (pairs, out) in enumerate(zip(pairs_of, torch.split(outputs, counts), strict=True)):
         if len(pairs):
-            hidden = silu_mul(functional.linear(x[pairs // top_k], w_gate_up[expert_idx]))
+            hidden = silu_mul(functional.linear(x[pairs // top_k], w_gate_up[expert_idx]), activation)
             out.copy_(functional.linear(hidden, w_down[expert_idx]))
     place = torch.empty_like(order)
     place[order] = torch.arange(-num_inert, len(order) - num_inert, device=x.device)

@@ -3,13 +3,18 @@
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
 from dist_infer.kernels.reference.quantize import dequantize, quantize
 from dist_infer.kernels.reference.silu_mul import silu_mul
 
 
 def quantized_experts(
-    x: Tensor | Fp8Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: QuantizedTensor, w_down: QuantizedTensor
+    x: Tensor | Fp8Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: QuantizedTensor,
+    w_down: QuantizedTensor,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """See `dist_infer.kernels.quantized_experts.quantized_experts`."""
     width, inner = x.shape[1], w_down.shape[1]
@@ -26,7 +31,7 @@ def quantized_experts(
             if not 0 <= expert < num_experts:
                 continue
             taken = (expert_ids[:, k] == expert).nonzero().squeeze(1)
-            hidden = silu_mul(rows[taken] @ gate_up[expert].T).to(dtype)
+            hidden = silu_mul(rows[taken] @ gate_up[expert].T, activation).to(dtype)
             output = (_operand(hidden, wide, narrow=narrow) @ down[expert].T).to(dtype)
             total[taken] += weights[taken, k, None] * output.to(wide)
     return total.to(dtype)

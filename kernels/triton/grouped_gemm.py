@@ -12,12 +12,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
+from dist_infer.kernels.triton.silu_mul import gated
 
 
-def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Tile) -> Tensor:
+def gate_up(
+    x: Tensor,
+    weight: Tensor,
+    blocks: PairBlocks,
+    top_k: int,
+    tile: Tile,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
     """silu(gate) * up of all pairs in the order of `blocks`, rounded to the dtype of x. Rows of x are gathered.
 
     Shapes: x [R, D], weight [E, 2 * I, D], the gates first -> [P, I]; rows behind those of all blocks are not written.
@@ -35,6 +44,7 @@ def gate_up(x: Tensor, weight: Tensor, blocks: PairBlocks, top_k: int, tile: Til
         width,
         blocks.block_len,
         *tile.sizes,
+        ACTIVATION=activation.value,
         **tile.launch,
         **overlapping(x),
     )
@@ -89,6 +99,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     TAILS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -118,6 +129,7 @@ def _gate_up_kernel(
             BLOCK_N,
             BLOCK_K,
             True,
+            ACTIVATION,
         )
     elif TAILS and end - start <= BLOCK_M // 2:
         _gate_up_block(
@@ -137,6 +149,7 @@ def _gate_up_kernel(
             BLOCK_N,
             BLOCK_K,
             True,
+            ACTIVATION,
         )
     else:
         _gate_up_block(
@@ -156,6 +169,7 @@ def _gate_up_kernel(
             BLOCK_N,
             BLOCK_K,
             SWAP,
+            ACTIVATION,
         )
 
 
@@ -177,6 +191,7 @@ def _gate_up_block(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     place = start + tl.arange(0, BLOCK_M)
     live = place < end
@@ -191,7 +206,7 @@ def _gate_up_block(
         up_tile = _weight_tile(weight, gate_row + INNER, INNER - n, k, DESCRIPTOR, WIDTH, BLOCK_N, BLOCK_K)
         gate = _product(a, gate_tile, gate, SWAP)
         up = _product(a, up_tile, up, SWAP)
-    hidden = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(out.dtype.element_ty)
+    hidden = gated(gate, up, ACTIVATION).to(out.dtype.element_ty)
     if SWAP:
         hidden = tl.trans(hidden)
     column = n + tl.arange(0, BLOCK_N)

@@ -17,8 +17,9 @@ from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import may_read_early, overlaps
-from dist_infer.kernels.triton.silu_mul import silu, silu_mul
+from dist_infer.kernels.triton.silu_mul import gated, silu_mul
 
 _MAX_ROWS = 16
 _MIN_WEIGHTS = 2**18
@@ -59,11 +60,12 @@ def _row_product(
     weight_stride,
     is_early,
     K: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     STRIP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION is not None
     NUM_OUTPUTS: tl.constexpr = STRIP // 2 if GATED else STRIP
     first = tl.program_id(0) * NUM_OUTPUTS
     rows = _output_rows(first, num_outputs, GATED, STRIP)
@@ -89,7 +91,7 @@ def _row_product(
     if GATED:
         rounded = total.to(out.dtype.element_ty).to(tl.float32)  # as if the activation were a kernel of its own
         gate, up = tl.split(tl.trans(tl.reshape(rounded, [2, NUM_OUTPUTS])))
-        total = silu(gate) * up
+        total = gated(gate, up, ACTIVATION)
     output = first + tl.arange(0, NUM_OUTPUTS)
     tl.store(out + output, total.to(out.dtype.element_ty), mask=output < num_outputs)
 
@@ -139,17 +141,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return few_rows(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: GatedActivation = GatedActivation.SILU
+) -> Tensor:
     """See `dist_infer.kernels.gated_linear.gated_linear`."""
     if len(x) == 1 and _takes(x, weight):
-        return one_row(x, weight, bias, gated=True)
-    return silu_mul(linear(x, weight, bias))
+        return one_row(x, weight, bias, gated_by=activation)
+    return silu_mul(linear(x, weight, bias), activation)
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` of one to sixteen rows on 16-byte boundaries."""
     if len(x) == 1:
-        return one_row(x, weight, bias, gated=False)
+        return one_row(x, weight, bias, gated_by=None)
     num_outputs, num_inputs = weight.shape
     out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=x.device)
     block_k, num_stages = (128, 5) if num_outputs > _MANY_OUTPUTS else (256, 4)
@@ -174,13 +178,13 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated_by: GatedActivation | None) -> Tensor:
     """`linear`, or `gated_linear`, of one row on 16-byte boundaries."""
     num_outputs, num_inputs = weight.shape
-    num_outputs = num_outputs // 2 if gated else num_outputs
+    num_outputs = num_outputs if gated_by is None else num_outputs // 2
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     overlap = overlaps(x)
-    _row_product[(triton.cdiv(num_outputs, _STRIP // 2 if gated else _STRIP),)](
+    _row_product[(triton.cdiv(num_outputs, _STRIP if gated_by is None else _STRIP // 2),)](
         x,
         weight,
         bias,
@@ -189,7 +193,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> T
         weight.stride(0),
         int(may_read_early(x)),
         K=num_inputs,
-        GATED=gated,
+        ACTIVATION=None if gated_by is None else gated_by.value,
         STRIP=_STRIP,
         BLOCK_K=_STRIP_INPUTS,
         OVERLAP=overlap,

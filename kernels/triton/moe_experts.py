@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.grouped_gemm import down, gate_up
 from dist_infer.kernels.triton.moe_align import align
@@ -18,15 +19,22 @@ from dist_infer.kernels.triton.moe_tiles import Tiles, tiles_for
 _SUM_CHANNELS = 1024  # that a program of the last launch adds up
 
 
-def moe_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
     """See `dist_infer.kernels.moe_experts.moe_experts`. Ids that are no experts held count as -1."""
     num_experts, width, inner = w_down.shape
     if 0 in (len(x), width, inner, num_experts, expert_ids.shape[1]):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     args = (x.contiguous(), expert_ids.contiguous(), weights.contiguous(), w_gate_up.contiguous(), w_down.contiguous())
     if by_pair(expert_ids.numel(), num_experts):
-        return experts_by_pair(*args)
-    return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()))
+        return experts_by_pair(*args, activation)
+    return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()), activation)
 
 
 def by_pair(num_pairs: int, num_experts: int) -> bool:
@@ -35,12 +43,18 @@ def by_pair(num_pairs: int, num_experts: int) -> bool:
 
 
 def experts_by_block(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, tiles: Tiles
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    tiles: Tiles,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """As moe_experts, for contiguous arguments and no empty dimension."""
     num_experts, top_k = len(w_down), expert_ids.shape[1]
     blocks = align(expert_ids, num_experts, tiles.block_m)
-    outputs = down(gate_up(x, w_gate_up, blocks, top_k, tiles.gate_up), w_down, blocks, tiles.down)
+    outputs = down(gate_up(x, w_gate_up, blocks, top_k, tiles.gate_up, activation), w_down, blocks, tiles.down)
     return sum_of_pairs(outputs, expert_ids, weights, num_experts)
 
 

@@ -8,17 +8,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_tiles import PAIR_DOWN, PAIR_GATE_UP, PairTile
+from dist_infer.kernels.triton.silu_mul import gated
 
 
-def experts_by_pair(x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def experts_by_pair(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
     """As `dist_infer.kernels.moe_experts.moe_experts`, for contiguous arguments and no empty dimension."""
-    hidden = pair_gate_up(x, expert_ids, w_gate_up, PAIR_GATE_UP)
+    hidden = pair_gate_up(x, expert_ids, w_gate_up, PAIR_GATE_UP, activation)
     return pair_down(hidden, expert_ids, weights, w_down, PAIR_DOWN)
 
 
-def pair_gate_up(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, tile: PairTile) -> Tensor:
+def pair_gate_up(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    tile: PairTile,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
     """silu(gate) * up of all pairs, rounded to the dtype of x; those of no expert are not written.
 
     Shapes: x [R, D], expert_ids [R, K], w_gate_up [E, 2 * I, D] -> [P, I].
@@ -35,6 +50,7 @@ def pair_gate_up(x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, tile: PairTil
         NUM_EXPERTS=num_experts,
         WIDTH=width,
         INNER=inner,
+        ACTIVATION=activation.value,
         ROWS=tile.rows,
         DEPTH=min(tile.depth, triton.next_power_of_2(width)),
         num_warps=tile.num_warps,
@@ -80,6 +96,7 @@ def _gate_up_kernel(
     NUM_EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -101,8 +118,7 @@ def _gate_up_kernel(
         a = tl.load(x + k + column, mask=k + column < WIDTH, other=0.0).to(tl.float32)[None, :]
         gate += a * tl.load(gates + k, mask=inside, other=0.0).to(tl.float32)
         up += a * tl.load(gates + INNER * WIDTH + k, mask=inside, other=0.0).to(tl.float32)
-    gate_sum = tl.sum(gate, 1)
-    hidden = gate_sum * (1.0 / (1.0 + tl.exp(-gate_sum))) * tl.sum(up, 1)
+    hidden = gated(tl.sum(gate, 1), tl.sum(up, 1), ACTIVATION)
     tl.store(out + pair * INNER + row, hidden.to(out.dtype.element_ty), mask=row < INNER)
 
 

@@ -6,7 +6,7 @@ The two ways are those of triton/moe_experts. Rows for FP8 weights are quantised
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
 from dist_infer.kernels.triton.moe_align import align
 from dist_infer.kernels.triton.moe_experts import by_pair, sum_of_pairs
 from dist_infer.kernels.triton.moe_tiles import QUANTIZED_PAIRS, Tiles, quantized_tiles_for
@@ -16,7 +16,12 @@ from dist_infer.kernels.triton.quantized_pairs import pair_down, pair_gate_up
 
 
 def quantized_experts(
-    x: Tensor | Fp8Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: QuantizedTensor, w_down: QuantizedTensor
+    x: Tensor | Fp8Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: QuantizedTensor,
+    w_down: QuantizedTensor,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """See `dist_infer.kernels.quantized_experts.quantized_experts`. Ids that are no experts held count as -1."""
     num_rows, width = x.shape
@@ -28,10 +33,10 @@ def quantized_experts(
     quant_format = Parts.of(w_down).quant_format
     if by_pair(expert_ids.numel(), num_experts):
         tiles = QUANTIZED_PAIRS[quant_format]
-        hidden = pair_gate_up(rows, expert_ids, w_gate_up, num_experts, tiles[0])
+        hidden = pair_gate_up(rows, expert_ids, w_gate_up, num_experts, tiles[0], activation)
         return pair_down(hidden, expert_ids, weights, w_down, num_experts, tiles[1])
     blocks = quantized_tiles_for(expert_ids.numel(), num_experts, quant_format)
-    return experts_by_block(rows, expert_ids, weights, w_gate_up, w_down, blocks)
+    return experts_by_block(rows, expert_ids, weights, w_gate_up, w_down, blocks, activation)
 
 
 def experts_by_block(
@@ -41,12 +46,13 @@ def experts_by_block(
     w_gate_up: QuantizedTensor,
     w_down: QuantizedTensor,
     tiles: Tiles,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """As quantized_experts, for rows that need no quantising, contiguous arguments and no empty dimension."""
     width, inner = x.shape[1], w_down.shape[1]
     num_experts, top_k = w_down.shape[0] // width, expert_ids.shape[1]
     blocks = align(expert_ids, num_experts, tiles.block_m)
-    hidden = gate_up(x, w_gate_up, inner, blocks, top_k, tiles.gate_up)
+    hidden = gate_up(x, w_gate_up, inner, blocks, top_k, tiles.gate_up, activation)
     return sum_of_pairs(down(hidden, w_down, width, blocks, tiles.down), expert_ids, weights, num_experts)
 
 

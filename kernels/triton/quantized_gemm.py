@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
 from dist_infer.kernels.triton.number_formats import encode_fp8_blocks, store_row
+from dist_infer.kernels.triton.silu_mul import gated
 from dist_infer.kernels.triton.weight_tiles import NVFP4_UNIT, in_order, mxfp8_tile, nvfp4_tile
 
 _SILU_CHANNELS = 1024  # of a program
@@ -47,7 +48,13 @@ class Parts(NamedTuple):
 
 
 def gate_up(
-    x: Tensor | Fp8Tensor, weight: QuantizedTensor, inner: int, blocks: PairBlocks, top_k: int, tile: Tile
+    x: Tensor | Fp8Tensor,
+    weight: QuantizedTensor,
+    inner: int,
+    blocks: PairBlocks,
+    top_k: int,
+    tile: Tile,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor | Fp8Tensor:
     """silu(gate) * up of all pairs in the order of `blocks`, rounded to bfloat16; with FP8 weights quantised after it.
 
@@ -68,6 +75,7 @@ def gate_up(
         INNER=inner,
         WIDTH=x.shape[1],
         FORMAT=parts.quant_format,
+        ACTIVATION=activation.value,
         BLOCK_M=blocks.block_len,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -78,14 +86,26 @@ def gate_up(
 
 
 def gate_up_in_two(
-    x: Tensor | Fp8Tensor, weight: QuantizedTensor, inner: int, blocks: PairBlocks, top_k: int, tile: Tile
+    x: Tensor | Fp8Tensor,
+    weight: QuantizedTensor,
+    inner: int,
+    blocks: PairBlocks,
+    top_k: int,
+    tile: Tile,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor | Fp8Tensor:
     """The same by a product whose gates and ups are rounded to bfloat16, and a launch that takes silu(gate) * up."""
     both = product(x, weight, 2 * inner, blocks, top_k, tile)
     out = _hidden(len(blocks.order), inner, Parts.of(weight))
     channels = min(_SILU_CHANNELS, triton.next_power_of_2(inner))
     _silu_kernel[(len(both), triton.cdiv(inner, channels))](
-        both, *_operand(out), INNER=inner, CHANNELS=channels, num_warps=1, **overlapping(both)
+        both,
+        *_operand(out),
+        INNER=inner,
+        ACTIVATION=activation.value,
+        CHANNELS=channels,
+        num_warps=1,
+        **overlapping(both),
     )
     return out
 
@@ -158,6 +178,7 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -184,7 +205,7 @@ def _gate_up_kernel(
             up, a, a_scale, weight, scales, gate_row + INNER, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K
         )
     gate, up = _finished(gate, global_scale, FORMAT), _finished(up, global_scale, FORMAT)
-    hidden = tl.trans((gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(tl.bfloat16))
+    hidden = tl.trans(gated(gate, up, ACTIVATION).to(tl.bfloat16))
     column = n + tl.arange(0, BLOCK_N)
     at = place.to(tl.int64)[:, None] * INNER + column[None, :]
     inside = live[:, None] & (column < INNER)[None, :]
@@ -244,14 +265,16 @@ def _product_kernel(
 
 
 @triton.jit
-def _silu_kernel(both, out, out_scales, INNER: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_kernel(
+    both, out, out_scales, INNER: tl.constexpr, ACTIVATION: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr
+):
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < INNER
     gate = tl.load(both + row * (2 * INNER) + channel, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * (2 * INNER) + INNER + channel, mask=inside, other=0.0).to(tl.float32)
-    hidden = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(tl.bfloat16)
+    hidden = gated(gate, up, ACTIVATION).to(tl.bfloat16)
     if out_scales is None:
         tl.store(out + row * INNER + channel, hidden, mask=inside)
     else:

@@ -10,15 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import Fp8Tensor, GatedActivation, QuantizedTensor
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_tiles import PairTile
 from dist_infer.kernels.triton.number_formats import encode_fp8_blocks, spread_e2m1, ue8m0_value
 from dist_infer.kernels.triton.quantized_gemm import Parts
+from dist_infer.kernels.triton.silu_mul import gated
 
 
 def pair_gate_up(
-    x: Tensor | Fp8Tensor, expert_ids: Tensor, weight: QuantizedTensor, num_experts: int, tile: PairTile
+    x: Tensor | Fp8Tensor,
+    expert_ids: Tensor,
+    weight: QuantizedTensor,
+    num_experts: int,
+    tile: PairTile,
+    activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """silu(gate) * up of all pairs, rounded to bfloat16; those of no expert are not written.
 
@@ -38,6 +44,7 @@ def pair_gate_up(
         WIDTH=width,
         INNER=inner,
         FORMAT=parts.quant_format,
+        ACTIVATION=activation.value,
         ROWS=tile.rows,
         DEPTH=tile.depth,
         num_warps=tile.num_warps,
@@ -97,6 +104,7 @@ def _gate_up_kernel(
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -121,7 +129,7 @@ def _gate_up_kernel(
     if global_scale is not None:
         divisor = tl.load(global_scale)
         gate_sum, up_sum = tl.div_rn(gate_sum, divisor), tl.div_rn(up_sum, divisor)
-    hidden = gate_sum * (1.0 / (1.0 + tl.exp(-gate_sum))) * up_sum
+    hidden = gated(gate_sum, up_sum, ACTIVATION)
     tl.store(out + pair * INNER + channel, hidden.to(out.dtype.element_ty), mask=channel < INNER)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.gated_linear import LIBRARIES, GatedLinearFunction, gated_linear
 from dist_infer.kernels.linear import LIBRARIES as LINEAR_LIBRARIES
@@ -47,8 +48,10 @@ def test_is_the_product_and_then_the_activation(
 @pytest.mark.parametrize(("inputs", "channels"), [(1024, 7), (528, 20)])
 def test_fused_bytes_are_those_of_two_kernels(device: str, dtype: torch.dtype, inputs: int, channels: int) -> None:
     x, weight, bias = made(dtype, device, (1, inputs), (2 * channels, inputs), (2 * channels,))
-    products = one_row(x, weight, bias, gated=False)
-    assert torch.equal(one_row(x, weight, bias, gated=True), silu_mul(products, library=SILU_MUL_LIBRARIES[0]))
+    products = one_row(x, weight, bias, gated_by=None)
+    assert torch.equal(
+        one_row(x, weight, bias, gated_by=GatedActivation.SILU), silu_mul(products, library=SILU_MUL_LIBRARIES[0])
+    )
 
 
 @pytest.mark.parametrize(

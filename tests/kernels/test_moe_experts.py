@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction, moe_experts
 from tests.dense_experts import DenseExperts
@@ -103,6 +104,22 @@ def test_against_the_formula(
     assert out.is_contiguous()
     check_error(out, rounded(x, ids, weights), in_its_dtype(x, ids, weights, dense))
     assert all(torch.equal(part, kept) for part, kept in zip((x, ids, weights), before, strict=True))
+
+
+@pytest.mark.parametrize(("library", "device"), RUNS)
+@pytest.mark.parametrize("num_rows", [1, 9])  # pair by pair, in blocks
+def test_another_activation(device: str, library: Library[MoeExpertsFunction], num_rows: int) -> None:
+    dense = DenseExperts.random(8, 16, WIDTH)
+    x, ids, weights = random_rows(num_rows, 8, 2)
+    x, gate_up, down = 4 * x.float(), dense.gate_up.float(), dense.down.float()
+    args = [part.to(device) for part in (x, ids, weights.float(), gate_up, down)]
+    out = moe_experts(*args, activation=GatedActivation.SWIGLUOAI, library=library)
+    truth = torch.zeros_like(x)
+    for row, k in (ids >= 0).nonzero().tolist():
+        gate, up = (gate_up[ids[row, k]] @ x[row]).chunk(2)
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        truth[row] += weights[row, k] * (down[ids[row, k]] @ (gate * (1.702 * gate).sigmoid() * (up + 1)))
+    torch.testing.assert_close(out.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("library", "device"), RUNS)
@@ -296,8 +313,8 @@ def test_products_compile_for_hopper(
     types["weight"] = f"tensordesc<bf16[{tile.block_n}, {tile.block_k}]>"
     if product == "down":
         types["hidden_matrix"] = f"tensordesc<bf16[{block_m}, {tile.block_k}]>"
-    sizes = {"OVERLAP": True, "DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
-    sizes |= {"TOP_K": 8} if product == "gate_up" else {"HIDDEN_DESCRIPTOR": True}
+    sizes: dict[str, object] = {"OVERLAP": True, "DESCRIPTOR": True, "INNER": 768, "WIDTH": 2048, "BLOCK_M": block_m}
+    sizes |= {"TOP_K": 8, "ACTIVATION": "silu"} if product == "gate_up" else {"HIDDEN_DESCRIPTOR": True}
     sizes |= dict(zip(("BLOCK_N", "BLOCK_K", "SWAP", "TAILS"), tile.sizes, strict=True))
     made = compile_ahead(kernel, types, sizes, **tile.launch)
     assert made.spilled_bytes == 0

@@ -216,6 +216,7 @@ def test_products_compile_for_hopper(weight_format: WeightFormat) -> None:
     types["weight"] = f"tensordesc<fp8e4nv[{tile.block_n}, {tile.block_k}]>" if name == "fp8" else "*i16"
     types["scales"] = "*fp32" if name == "fp8" else "*u8"
     sizes: dict[str, object] = {"OVERLAP": True, "TOP_K": 8, "INNER": 256, "WIDTH": 7168, "FORMAT": name}
+    sizes["ACTIVATION"] = "silu"
     sizes |= {"BLOCK_M": choice.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     for pointer, kept in (
         ("x_scales", name == "fp8"),
