@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from dist_infer.comm.bootstrap import Communicators
 from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives
 from dist_infer.comm.mesh import Mesh
-from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collectives
+from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_axes, open_peer_collectives
 from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels.dispatch import Target
 from dist_infer.launch.world import World
@@ -34,6 +35,23 @@ def test_one_rank_needs_none(caplog: pytest.LogCaptureFixture) -> None:
     alone = SingleCollectives()
     target = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
     assert open_peer_collectives(alone, target, max_tokens=8, hidden=64) is alone and not caplog.text
+
+
+def test_a_model_without_peer_memory_takes_the_axes_as_they_are() -> None:
+    target = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
+
+    def taken(world: Collectives) -> list[bool]:
+        alone = SingleCollectives()
+        found = []
+        for dp, tp in ((1, world), (2, alone)):
+            mesh = Mesh.create(world=2, rank=world.rank, dp=dp)
+            axes = Communicators(world=world, tp=tp, dp=alone, ep=world)
+            for top_k in (None, 4):
+                group, everyone = open_peer_axes(axes, mesh, target, max_tokens=8, max_seqs=4, hidden=512, top_k=top_k)
+                found.append(group is tp and everyone is world)
+        return found
+
+    assert run_group(2, taken) == [[True] * 4] * 2
 
 
 @two_gpus
