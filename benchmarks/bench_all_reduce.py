@@ -2,8 +2,9 @@
 
     python -m dist_infer.launch.mpirun -n 2 -- python -m benchmarks.bench_all_reduce
 
-Each rank has a GPU of its own. Without a launcher: ranks of one launch share the GPU (cases `one device`), which
-measures protocol and epilogue but no wire, and has no peers.
+Each rank has a GPU of its own; a case names what is fused and, where AUTO hasn't chosen it, the strategy. Without a
+launcher: `virtual` cases, whose ranks are one launch on the one GPU, which measures the protocol but no wire, and has
+no peers. A case `epilogue` is the difference that what follows the sum makes.
 
 A peer is another sum followed by one kernel for the rest, our own, which benchmarks/bench_rms_norm.py measures beside
 what torch.compile makes of it. Calls of a sample are captured in one graph and take turns on a few sets
@@ -25,6 +26,7 @@ from benchmarks.timing import Row, write_results
 from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, open_peer_room
 from dist_infer.comm.collectives import Collectives, TorchCollectives
 from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.strategy import Strategy
 from dist_infer.comm.wire import NcclWire
 from dist_infer.errors import ExitCode, UsageError
 from dist_infer.kernels import all_reduce as op
@@ -35,9 +37,9 @@ from dist_infer.kernels.dispatch import Target
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.launch.world import World, run_world
 
-TOKENS = (1, 2, 4, 16, 64, 128, 256, 1024, 4096)
-QUANT_TOKENS = (1, 4, 16, 64, 128)
-HIDDEN = {7168: ("none", "norm", "nvfp4", "mxfp8"), 6144: ("norm",)}  # and what follows the sum
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+QUANT_TOKENS = (1, 4, 16, 64)
+HIDDEN = (7168, 6144)
 NUM_SAMPLES = 13
 NUM_SETS = 4
 EPS = 1e-6
@@ -92,44 +94,43 @@ def _captured(call: Call, num_calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _rest(kind: str, inputs: Inputs, idx: int, summed: Tensor) -> object:
+def _rest(fused_op: FusedOp, inputs: Inputs, idx: int, summed: Tensor) -> object:
     """What follows the sum, for the peers."""
-    if kind == "none":
+    if fused_op is FusedOp.NONE:
         return summed
-    if kind == "norm":
+    quant_format = fused_op.value.quant_format
+    if quant_format is None:
         return norm_op.rms_norm(summed, inputs.weight, EPS, inputs.residual[idx], library=norm_op.LIBRARIES[0])
-    quant_format = QuantFormat(kind)
-    scale = inputs.scale if quant_format is QuantFormat.NVFP4 else None
     return quant_op.rms_norm_quant(
         summed,
         inputs.weight,
         EPS,
         inputs.residual[idx],
         quant_format,
-        scale,
+        inputs.scale if quant_format is QuantFormat.NVFP4 else None,
         with_norm=False,
         library=quant_op.LIBRARIES[0],
     )
 
 
-_OPS = {
-    "none": FusedOp.NONE,
-    "norm": FusedOp.RESIDUAL_RMS_NORM,
-    "nvfp4": FusedOp.RESIDUAL_RMS_NORM_QUANT_NVFP4,
-    "mxfp8": FusedOp.RESIDUAL_RMS_NORM_QUANT_MXFP8,
+OPS = {
+    FusedOp.NONE: TOKENS,
+    FusedOp.RESIDUAL_RMS_NORM: TOKENS,
+    FusedOp.RESIDUAL_RMS_NORM_QUANT_NVFP4: QUANT_TOKENS,
+    FusedOp.RESIDUAL_RMS_NORM_QUANT_MXFP8: QUANT_TOKENS,
 }
 
 
-def _fused(reduce: FusedAllReduce, kind: str, inputs: Inputs, idx: int) -> object:
-    if kind == "none":
-        return reduce(inputs.x[idx], FusedOp.NONE)
+def _fused(reduce: FusedAllReduce, fused_op: FusedOp, inputs: Inputs, idx: int) -> object:
+    if fused_op is FusedOp.NONE:
+        return reduce(inputs.x[idx], fused_op)
     return reduce(
         inputs.x[idx],
-        _OPS[kind],
+        fused_op,
         residual=inputs.residual[idx],
         weight=inputs.weight,
         eps=EPS,
-        scale=inputs.scale if kind == "nvfp4" else None,
+        scale=inputs.scale if fused_op.value.quant_format is QuantFormat.NVFP4 else None,
     )
 
 
@@ -145,7 +146,10 @@ class TwoGpus:
         self._room = open_peer_room(
             group, wire.group, max_tokens=max(TOKENS), row_bytes=2 * max(HIDDEN), device=world.device
         )
-        self.ours = FusedAllReduce(group, target, room=self._room)
+        self.ours = {
+            strategy: FusedAllReduce(group, target, room=self._room, strategy=strategy)
+            for strategy in (Strategy.AUTO, Strategy.ONE_SHOT, Strategy.TWO_SHOT)
+        }
         most = max(TOKENS) * max(HIDDEN)
         self._symmetric = symmetric_memory.empty(most, dtype=torch.bfloat16, device=world.device)
         symmetric_memory.rendezvous(self._symmetric, wire.group)
@@ -159,7 +163,7 @@ class TwoGpus:
         values = self._group.all_gather(torch.tensor([own], dtype=torch.float64, device=self.device))
         return float(values.max())
 
-    def peers(self, kind: str, inputs: Inputs) -> dict[str, Call]:
+    def peers(self, fused_op: FusedOp, inputs: Inputs) -> dict[str, Call]:
         """The other sums with the rest behind them. They sum in place or from one buffer, whatever is there."""
         num_elements = inputs.x[0].numel()
         shared = self._symmetric[:num_elements].view(inputs.x[0].shape)
@@ -169,58 +173,73 @@ class TwoGpus:
 
         def nccl(idx: int) -> object:
             self._wire.group.allreduce([summed[idx]]).wait()
-            return _rest(kind, inputs, idx, summed[idx])
+            return _rest(fused_op, inputs, idx, summed[idx])
 
         def one_shot(idx: int) -> object:
-            return _rest(kind, inputs, idx, torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))
+            return _rest(fused_op, inputs, idx, torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))
 
         def two_shot(idx: int) -> object:
             torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
-            return _rest(kind, inputs, idx, shared)
+            return _rest(fused_op, inputs, idx, shared)
 
-        rest = "" if kind == "none" else " + one kernel"
+        rest = "" if fused_op is FusedOp.NONE else " + one kernel"
         return {f"NCCL{rest}": nccl, f"symm_mem one-shot{rest}": one_shot, f"symm_mem two-shot{rest}": two_shot}
 
-    def row(self, kind: str, num_tokens: int, hidden: int) -> Row:
-        """The strategy that AUTO chooses, beside the peers."""
+    def rows(self, fused_op: FusedOp, num_tokens: int, hidden: int) -> Iterator[Row]:
+        """The strategy that AUTO chooses and both others, beside the peers."""
         inputs = Inputs.make(self.device, num_tokens, hidden)
-        num_calls = 60 if num_tokens <= 256 else 50
-        calls: dict[str, Call] = {"ours": partial(_fused, self.ours, kind, inputs)}
-        peers = self.peers(kind, inputs)
-        found = compare_us(calls | peers, num_calls, self.slowest)
+        fitting = {
+            strategy: reduce
+            for strategy, reduce in self.ours.items()
+            if strategy is Strategy.AUTO or reduce.strategy_for(inputs.x[0], fused_op) is strategy
+        }
+        calls: dict[str, Call] = {
+            strategy.value: partial(_fused, reduce, fused_op, inputs) for strategy, reduce in fitting.items()
+        }
+        peers = self.peers(fused_op, inputs)
+        found = compare_us(calls | peers, 60 if num_tokens <= 256 else 50, self.slowest)
+        case = f"{fused_op.name.lower()} h={hidden} tokens={num_tokens}"
         num_bytes = num_tokens * hidden * 2
-        case = f"{kind} bfloat16 tokens={num_tokens} hidden={hidden} ranks={self.size}"
-        floor_us = 2 * (self.size - 1) / self.size * num_bytes / _LINK_BYTES_PER_S * 1e6
-        return Row(
-            case=case,
-            ours_us=found["ours"],
-            library=self.ours.strategy_for(inputs.x[0], _OPS[kind]).value,
-            floor_us=floor_us,
-            peers={name: found[name] for name in peers},
-        )
+        for strategy, reduce in fitting.items():
+            yield Row(
+                case=case if strategy is Strategy.AUTO else f"strategy={strategy.value} {case}",
+                ours_us=found[strategy.value],
+                library=reduce.strategy_for(inputs.x[0], fused_op).value,
+                floor_us=2 * (self.size - 1) / self.size * num_bytes / _LINK_BYTES_PER_S * 1e6,
+                peers={name: found[name] for name in peers},
+            )
 
 
-def _on_one_device(run: AllReduceFunction, space: PeerSpace, kind: str, inputs: Inputs, idx: int) -> object:
-    residual = inputs.residual[idx]
-    epilogue = Epilogue() if kind == "none" else Epilogue(residual=residual, weight=inputs.weight, eps=EPS)
+def _on_one_device(run: AllReduceFunction, space: PeerSpace, fused_op: FusedOp, inputs: Inputs, idx: int) -> object:
+    epilogue = Epilogue()
+    if fused_op is not FusedOp.NONE:
+        epilogue = Epilogue(residual=inputs.residual[idx], weight=inputs.weight, eps=EPS)
     return run(inputs.x[idx], epilogue, space)
 
 
 def rows_on_one_device(device: torch.device) -> Iterator[Row]:
     """Ranks of one launch: what follows the sum beside the sum alone."""
-    one_shot = partial(op.one_shot, library=op.ONE_SHOT_LIBRARIES[0])
-    two_shot = partial(op.two_shot, library=op.TWO_SHOT_LIBRARIES[0])
+    ways: dict[str, AllReduceFunction] = {
+        "one_shot": partial(op.one_shot, library=op.ONE_SHOT_LIBRARIES[0]),
+        "two_shot": partial(op.two_shot, library=op.TWO_SHOT_LIBRARIES[0]),
+    }
+    hidden, fused_op = 7168, FusedOp.RESIDUAL_RMS_NORM
     for num_ranks in (2, 4, 8):
-        layout = PeerLayout(num_ranks=num_ranks, row_bytes=2 * 7168, one_shot_rows=64, two_shot_rows=64)
+        layout = PeerLayout(num_ranks=num_ranks, row_bytes=2 * hidden, one_shot_rows=64, two_shot_rows=64)
         space = op.space_on_one_device(layout, device)
         for num_tokens in (1, 4, 16):
-            inputs = Inputs.make(device, num_ranks, num_tokens, 7168)
-            for name, run in (("one_shot", one_shot), ("two_shot", two_shot)):
-                calls = {kind: partial(_on_one_device, run, space, kind, inputs) for kind in ("none", "norm")}
+            inputs = Inputs.make(device, num_ranks, num_tokens, hidden)
+            for name, run in ways.items():
+                ops = (FusedOp.NONE, fused_op)
+                calls = {what.name: partial(_on_one_device, run, space, what, inputs) for what in ops}
                 found = compare_us(calls, 60, lambda own: own)
-                case = f"bfloat16 tokens={num_tokens} hidden=7168 ranks={num_ranks} one device way={name}"
-                yield Row(case=f"none {case}", ours_us=found["none"], library=name)
-                yield Row(case=f"norm {case}", ours_us=found["norm"], library=name, bounds={"sum": found["none"]})
+                place = f"virtual ranks={num_ranks} strategy={name}"
+                for what in ops:
+                    case = f"{place} {what.name.lower()} h={hidden} tokens={num_tokens}"
+                    yield Row(case=case, ours_us=found[what.name], library=name)
+                added = found[fused_op.name] - found[FusedOp.NONE.name]
+                case = f"{place} epilogue {fused_op.name.lower()} h={hidden} tokens={num_tokens}"
+                yield Row(case=case, ours_us=added, library=name)
 
 
 def bench(world: World) -> ExitCode:
@@ -235,10 +254,10 @@ def bench(world: World) -> ExitCode:
         if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
             raise UsageError("each rank needs a GPU of its own")
         ranks = TwoGpus(world, group, group.wire)
-        for hidden, kinds in HIDDEN.items():
-            for kind in kinds:
-                for num_tokens in TOKENS if kind in ("none", "norm") else QUANT_TOKENS:
-                    rows.append(ranks.row(kind, num_tokens, hidden))
+        for hidden in HIDDEN:
+            for fused_op, sizes in OPS.items():
+                for num_tokens in sizes:
+                    rows += ranks.rows(fused_op, num_tokens, hidden)
         ranks.close()
     if world.rank == 0:
         path = write_results("bench_all_reduce", rows, device=world.device, num_devices=world.size)

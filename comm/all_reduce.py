@@ -23,9 +23,11 @@ from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.symmetric import PeerMemory, open_peer_memory
 from dist_infer.errors import UsageError
 from dist_infer.kernels import all_reduce as op
+from dist_infer.kernels import qk_norm as qk_norm_op
 from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import AllReduceFunction, Epilogue, PeerLayout, PeerSpace, Reduced
+from dist_infer.kernels.carriers import QkNorm, Rotation
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.quantize import QuantFormat
 
@@ -163,6 +165,7 @@ class FusedAllReduce:
         if room is not None:
             self._kernels[Strategy.ONE_SHOT] = resolve("one_shot", op.ONE_SHOT_LIBRARIES, target).pick()
             self._kernels[Strategy.TWO_SHOT] = resolve("two_shot", op.TWO_SHOT_LIBRARIES, target).pick()
+            self._norm_rotary = resolve("reduced_norm_rotary", qk_norm_op.ONE_SHOT_LIBRARIES, target).pick()
         if strategy in (Strategy.ONE_SHOT, Strategy.TWO_SHOT) and room is None:
             raise UsageError(f"the all-reduce {strategy.value} needs peer memory, which there isn't")
         if strategy is Strategy.LIBRARY and library_group is None and group.size > 1:
@@ -230,6 +233,27 @@ class FusedAllReduce:
             x = x.clone()
         run = op.one_shot if strategy is Strategy.ONE_SHOT else op.two_shot
         return run(x, epilogue, self._room.enter(), library=self._kernels[strategy])
+
+    def takes_heads(self, qkv: Tensor) -> bool:
+        """Whether there is one kernel for these heads. The same on all ranks.
+
+        Shapes: qkv [T, heads of the rank, H].
+        """
+        if self._room is None or self._strategy in (Strategy.GATHER, Strategy.LIBRARY):
+            return False
+        return qkv.dtype in op.DTYPES and len(qkv) <= self._room.layout.one_shot_rows
+
+    def norm_rotary(self, qkv: Tensor, norm: QkNorm, rotation: Rotation) -> Tensor:
+        """kernels/qk_norm.reduced_norm_rotary, where the group has it: see takes_heads.
+
+        Shapes: qkv [T, N + 2 * K, H] -> [T, N, H].
+        Ranks: collective over the group.
+        Stream: the current one, the same as for the calls before.
+        Errors: ValueError where it has not.
+        """
+        if self._room is None or not self.takes_heads(qkv):
+            raise ValueError(f"norm_rotary: there is no one kernel for {qkv.dtype} {list(qkv.shape)}")
+        return qk_norm_op.reduced_norm_rotary(qkv, norm, rotation, self._room.enter(), library=self._norm_rotary)
 
     def close(self) -> None:
         """Give the peer memory back; no call may follow. Ranks: collective."""

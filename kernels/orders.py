@@ -14,11 +14,13 @@ OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "embedding": ("embedding", "LIBRARIES"),
         "gated_linear": ("gated_linear", "LIBRARIES"),
+        "head_squares": ("qk_norm", "SQUARES_LIBRARIES"),
         "linear": ("linear", "LIBRARIES"),
         "mla_attention": ("mla_attention", "LIBRARIES"),
         "mla_rotary": ("mla_rotary", "LIBRARIES"),
         "moe_experts": ("moe_experts", "LIBRARIES"),
         "moe_route": ("moe_route", "LIBRARIES"),
+        "norm_rotary": ("qk_norm", "NORM_ROTARY_LIBRARIES"),
         "paged_attention": ("paged_attention", "LIBRARIES"),
         "quantize": ("quantize", "LIBRARIES"),
         "quantized_experts": ("quantized_experts", "LIBRARIES"),
@@ -29,10 +31,8 @@ OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "router_gemm": ("router_gemm", "LIBRARIES"),
         "sample": ("sample", "LIBRARIES"),
         "sample_filtered": ("sample_filtered", "LIBRARIES"),
-        "scale_rows": ("sharded_rms_norm", "SCALE_ROWS_LIBRARIES"),
         "scaled_linear": ("scaled_linear", "LIBRARIES"),
         "silu_mul": ("silu_mul", "LIBRARIES"),
-        "square_sum": ("sharded_rms_norm", "SQUARE_SUM_LIBRARIES"),
         "top_k": ("top_k", "LIBRARIES"),
     }
 )

@@ -71,6 +71,22 @@ def rotary(
         looked for.
     Source: Su et al., RoFormer (2021); the halves as in GPT-NeoX.
     """
+    check_rotation("rotary", qkv, cos, sin, slots, k_cache, v_cache)
+    head_dim = qkv.shape[2]
+    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
+    if len(weights) == 1 or any(weight.shape != (head_dim,) or weight.dtype != qkv.dtype for weight in weights):
+        found = ", ".join(f"{weight.dtype} {list(weight.shape)}" for weight in weights)
+        raise ValueError(f"rotary: weights of the norm, both or none, must be {qkv.dtype} [{head_dim}]: {found}")
+    return library.function(qkv, cos, sin, slots, k_cache, v_cache, interleaved, q_weight, k_weight, eps)
+
+
+def check_rotation(
+    name: str, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> None:
+    """What every op asks that turns heads and writes them; shapes as in `rotary`.
+
+    Errors: ValueError for shapes or dtypes that don't fit.
+    """
     num_tokens, num_heads, head_dim = qkv.shape
     angle_dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     fits = (
@@ -84,12 +100,7 @@ def rotary(
     )
     if not fits:
         shapes = ", ".join(str(list(x.shape)) for x in (qkv, cos, sin, slots, k_cache, v_cache))
-        raise ValueError(f"rotary: shapes of qkv, cos, sin, slots, k_cache, v_cache don't fit: {shapes}")
+        raise ValueError(f"{name}: shapes of qkv, cos, sin, slots, k_cache, v_cache don't fit: {shapes}")
     if not (qkv.dtype == k_cache.dtype == v_cache.dtype and cos.dtype == sin.dtype == angle_dtype):
         dtypes = ", ".join(str(x.dtype) for x in (qkv, cos, sin, k_cache, v_cache))
-        raise ValueError(f"rotary: dtypes of qkv, cos, sin, k_cache, v_cache don't fit: {dtypes}")
-    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
-    if len(weights) == 1 or any(weight.shape != (head_dim,) or weight.dtype != qkv.dtype for weight in weights):
-        found = ", ".join(f"{weight.dtype} {list(weight.shape)}" for weight in weights)
-        raise ValueError(f"rotary: weights of the norm, both or none, must be {qkv.dtype} [{head_dim}]: {found}")
-    return library.function(qkv, cos, sin, slots, k_cache, v_cache, interleaved, q_weight, k_weight, eps)
+        raise ValueError(f"{name}: dtypes of qkv, cos, sin, k_cache, v_cache don't fit: {dtypes}")

@@ -13,6 +13,7 @@ from dist_infer.cli.doctor import doctor
 from dist_infer.cli.environment import read_launcher
 from dist_infer.cli.run import run
 from dist_infer.cli.spellings import explain_unknown
+from dist_infer.cli.tune import tune
 from dist_infer.errors import DistInferError, UsageError
 
 # The parser's own error for a wrong command line. Its name is no public one of typer; its child BadParameter is.
@@ -45,6 +46,7 @@ def _root(
 app.command()(run)
 app.command()(bench)
 app.command()(doctor)
+app.command()(tune)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -30,14 +31,15 @@ def tune_ranks(hidden_sizes: Sequence[int], max_tokens: int, output: Path | None
 
 
 def _tune(hidden_sizes: Sequence[int], max_tokens: int, output: Path | None, world: World) -> int:
+    """Errors: VotedError, with the code of a wrong usage, where there is no choice between ways."""
     group = world.communicators(Mesh.create(world=world.size, rank=world.rank)).world
     if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-        raise UsageError("there is a choice only between several ranks with a GPU each: mpirun -n 2 dist-infer tune")
+        _refuse(world, "there is a choice only between several ranks with a GPU each: mpirun -n 2 dist-infer tune")
     row_bytes = max(hidden_sizes) * _DTYPE.itemsize
     try:
         room = open_peer_room(group, group.wire.group, max_tokens=max_tokens, row_bytes=row_bytes, device=world.device)
     except NoPeerMemoryError as error:
-        raise UsageError(f"without peer memory there is no choice: {error}") from error
+        _refuse(world, f"without peer memory there is no choice: {error}")
 
     def on_progress(what: str) -> None:
         world.watchdog.progress(what)
@@ -51,6 +53,12 @@ def _tune(hidden_sizes: Sequence[int], max_tokens: int, output: Path | None, wor
     if world.rank == 0:
         _write(table_source({**TABLE, **measured}), output)
     return ExitCode.DONE
+
+
+def _refuse(world: World, why: str) -> NoReturn:
+    """Ranks: collective over the world, all for the same reason."""
+    world.vote("tune", UsageError(why))
+    raise AssertionError("a vote with an error fails")
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -12,7 +12,7 @@ from dist_infer.comm.mesh import split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.kernels import paged_attention as attention_op
 from dist_infer.kernels import rotary as rotary_op
-from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
+from dist_infer.kernels.carriers import Fp8Tensor, PagedStep, Rotation
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.qk_norm import HeadNorm, ProjectionNorm, make_qk_norm
@@ -113,10 +113,22 @@ class Attention:
         Ranks: local, but for a QK norm over the whole projection: collective over tp.
         """
         qkv = self.qkv(hidden).view(hidden.shape[0], self._num_qkv_heads, self._head_dim)
+        return self.output(step.attend(self._rotated(qkv, step, kv), kv.k, kv.v).flatten(1))
+
+    def _rotated(self, qkv: Tensor, step: AttentionStep, kv: KVLayer) -> Tensor:
+        """The queries, normed where the model norms them; keys and values are in `kv` afterwards."""
         if isinstance(self.qk_norm, ProjectionNorm):
-            qkv = self.qk_norm(qkv)
+            rotation = Rotation(
+                cos=step.cos,
+                sin=step.sin,
+                slots=step.slots,
+                k_cache=kv.k,
+                v_cache=kv.v,
+                interleaved=self._interleaved,
+            )
+            return self.qk_norm(qkv, rotation)
         by_head = self.qk_norm if isinstance(self.qk_norm, HeadNorm) else None
-        q = rotary_op.rotary(
+        return rotary_op.rotary(
             qkv,
             step.cos,
             step.sin,
@@ -129,7 +141,6 @@ class Attention:
             eps=by_head.eps if by_head else 0.0,
             library=self._rotary,
         )
-        return self.output(step.attend(q, kv.k, kv.v).flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`q_proj`, `k_proj`, `v_proj`, `o_proj`, and `q_norm` and `k_norm` where there are any, under `prefix`."""

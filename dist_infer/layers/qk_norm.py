@@ -5,12 +5,13 @@ T tokens, N and K query and KV heads of this rank, H head dim.
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from dist_infer.comm.mesh import HeadShard, split_heads
+from dist_infer.comm.peer_collectives import PeerCollectives
 from dist_infer.config import ModelConfig
-from dist_infer.kernels import sharded_rms_norm as op
+from dist_infer.kernels import qk_norm as op
+from dist_infer.kernels.carriers import QkNorm, Rotation
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
 
@@ -33,37 +34,40 @@ class ProjectionNorm:
     """All heads of a token as one: the sums of squares are added over the group, each KV head counted once."""
 
     def __init__(self, config: ModelConfig, shard: HeadShard, setup: LayerSetup) -> None:
-        self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
-        self._totals = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        head_dim = config.head_dim
+        self._totals = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
         self._held = tuple(
-            range(heads.start * config.head_dim, heads.stop * config.head_dim)
-            for heads in (shard.heads, shard.kv_heads)
+            range(heads.start * head_dim, heads.stop * head_dim) for heads in (shard.heads, shard.kv_heads)
         )
         self.q_weight, self.k_weight = (setup.empty(len(held)) for held in self._held)
+        self._eps = config.rms_norm_eps
         self._tp = setup.tp
         self._counts_keys = _is_first_holder(config, setup)
-        self._square_sum = setup.choose("square_sum", op.SQUARE_SUM_LIBRARIES, channels=len(self._held[0]))
-        self._scale_rows = setup.choose("scale_rows", op.SCALE_ROWS_LIBRARIES, channels=len(self._held[0]))
+        sizes = {"heads": len(shard.heads), "kv_heads": len(shard.kv_heads), "head_dim": head_dim}
+        self._squares = setup.choose("head_squares", op.SQUARES_LIBRARIES, **sizes)
+        self._finish = setup.choose("norm_rotary", op.NORM_ROTARY_LIBRARIES, **sizes)
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Queries and keys normed, values as they are.
+    def __call__(self, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """The queries, normed and turned; normed and turned keys and the values are in the caches afterwards.
 
-        Shapes: [T, N + 2 * K, H] -> the same.
+        Where the group sums through peer memory, all of it is one kernel, byte for byte the same.
+
+        Shapes: qkv [T, N + 2 * K, H] -> [T, N, H].
         Ranks: collective over tp.
         """
-        flat = qkv.flatten(1)
-        num_query, num_key = len(self._held[0]), len(self._held[1])
-        q, k, v = flat.split_with_sizes((num_query, num_key, num_key), 1)
-        q_squares = op.square_sum(q, library=self._square_sum)
-        k_squares = op.square_sum(k, library=self._square_sum)
-        if not self._counts_keys:
-            k_squares = torch.zeros_like(k_squares)
-        squares = self._tp.all_reduce(torch.stack([q_squares, k_squares]))
-        normed = [
-            op.scale_rows(x, squares[idx], self._totals[idx], weight, self._eps, library=self._scale_rows)
-            for idx, (x, weight) in enumerate(((q, self.q_weight), (k, self.k_weight)))
-        ]
-        return torch.cat([*normed, v], 1).view(qkv.shape)
+        norm = QkNorm(
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
+            num_q_channels=self._totals[0],
+            num_k_channels=self._totals[1],
+            eps=self._eps,
+            counts_keys=(self._counts_keys,),
+        )
+        if isinstance(self._tp, PeerCollectives) and self._tp.reducer.takes_heads(qkv):
+            return self._tp.reducer.norm_rotary(qkv, norm, rotation)
+        num_kv_heads = rotation.k_cache.shape[1]
+        squares = op.head_squares(qkv, num_kv_heads, counts_keys=self._counts_keys, library=self._squares)
+        return op.norm_rotary(qkv, self._tp.all_reduce(squares), norm, rotation, library=self._finish)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`q_norm` and `k_norm` under `prefix`."""

@@ -9,13 +9,15 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from dist_infer.kernels.all_reduce import Epilogue, PeerSpace, Reduced, empty_reduced
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor
-from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.dependent_launch import may_read_early, overlapping, wait_for_inputs
 from dist_infer.kernels.triton.number_formats import num_zeroing_programs
 from dist_infer.kernels.triton.peer_words import await_flag, load_words, peek_words, publish, push_words, unpack_row
 from dist_infer.kernels.triton.quantize import kernel_format
+from dist_infer.kernels.triton.quantized_rows import data_alignment, load_scale
 from dist_infer.kernels.triton.reduced_rows import (
     finish_row,
     int32_at,
@@ -30,7 +32,8 @@ from dist_infer.kernels.triton.rms_norm import tile_of
 _AHEAD = 1  # rows that a program has sent before it reads the first, where it has several
 _MAX_PEEKED = 8  # vectors of a thread that it asks for before it waits for the first
 _MAX_TILE = 4
-_SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "num_rows")  # what differs from call to call
+# What differs from call to call.
+_SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "num_rows", "early")
 _NUM_SMS = 128  # roughly: what a tile is made for
 
 
@@ -77,6 +80,7 @@ def one_shot_kernel(
     table,
     first_rank,
     num_rows,
+    early,
     eps,
     slots,
     slot_bytes,
@@ -89,7 +93,7 @@ def one_shot_kernel(
     ZEROING: tl.constexpr,
     AHEAD: tl.constexpr,
     PEEK: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Every rank writes its rows into all peers, where the data is its own flag, and adds up all rows itself.
 
@@ -104,12 +108,12 @@ def one_shot_kernel(
     wanted = tl.arange(0, BLOCK) < VECTORS
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
-    if PDL:  # nothing is read before: what stands in front may start early too
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and early == 0:
+        gdc_wait()
     gains = 0.0
     if weight is not None:
         gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
     local = tl.program_id(1)
     rank = first_rank + local
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
@@ -122,9 +126,10 @@ def one_shot_kernel(
     if norm_out is not None:
         norm_out += first_element
     if data is not None:
-        data += local.to(tl.int64) * data_stride
+        data = tl.multiple_of(data + local.to(tl.int64) * data_stride, data_alignment(FORMAT))
     if scales is not None:
         scales += local.to(tl.int64) * scales_stride
+    scale = load_scale(scale)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if AHEAD > 0:
@@ -218,6 +223,7 @@ def two_shot_kernel(
     table,
     first_rank,
     num_rows,
+    early,
     eps,
     max_tiles,
     flags,
@@ -234,7 +240,7 @@ def two_shot_kernel(
     ZEROING: tl.constexpr,
     ROWS: tl.constexpr,
     PEEK: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Each rank adds up its share of the rows and sends the sums to all; what follows is done as sums arrive.
 
@@ -250,12 +256,12 @@ def two_shot_kernel(
     wanted = tl.arange(0, BLOCK) < VECTORS
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
-    if PDL:  # nothing is read before: what stands in front may start early too
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and early == 0:
+        gdc_wait()
     gains = 0.0
     if weight is not None:
         gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
     local = tl.program_id(1)
     rank = first_rank + local
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
@@ -268,9 +274,10 @@ def two_shot_kernel(
     if norm_out is not None:
         norm_out += first_element
     if data is not None:
-        data += local.to(tl.int64) * data_stride
+        data = tl.multiple_of(data + local.to(tl.int64) * data_stride, data_alignment(FORMAT))
     if scales is not None:
         scales += local.to(tl.int64) * scales_stride
+    scale = load_scale(scale)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
 
@@ -443,7 +450,7 @@ def _common(
     memory_stride = 0 if space.memory.dim() == 1 else space.memory.stride(0)
     arguments: list[Any] = [x, epilogue.residual, epilogue.weight, reduced.total, reduced.normed]
     arguments += [data, scales, scale, data_stride, scales_stride, space.memory, memory_stride]
-    arguments += [space.table, space.rank, num_rows, epilogue.eps]
+    arguments += [space.table, space.rank, num_rows, int(may_read_early(x)), epilogue.eps]
     num_ranks = space.layout.num_ranks
     vectors_a_thread = triton.cdiv(columns // per_vector, 32 * num_warps)
     constants = {
@@ -454,6 +461,5 @@ def _common(
         "FORMAT": quant_format,
         "ZEROING": zeroing,
         "PEEK": vectors_a_thread * (num_ranks - 1) <= _MAX_PEEKED,
-        "PDL": overlaps(x),
     }
-    return arguments, constants, {"num_warps": num_warps, "launch_pdl": overlaps(x)}
+    return arguments, constants, {"num_warps": num_warps, **overlapping(x)}

@@ -70,6 +70,26 @@ setp.ne.u32 p, t, $2;
 done:
 mov.b32 $0, 0;
 }""")
+_PUSH_QUAD = tl.constexpr("""
+{
+.reg .pred q;
+.reg .u32 t;
+mov.u32 t, %tid.x;
+setp.eq.u32 q, t, 0;
+@q st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
+mov.b32 $0, 0;
+}""")
+_AWAIT_QUAD = tl.constexpr("""
+{
+.reg .pred p;
+again:
+ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
+setp.eq.u32 p, $0, 0x80000000;
+setp.eq.or.u32 p, $1, 0x80000000, p;
+setp.eq.or.u32 p, $2, 0x80000000, p;
+setp.eq.or.u32 p, $3, 0x80000000, p;
+@p bra again;
+}""")
 _FOUR = tl.constexpr((tl.int32, tl.int32, tl.int32, tl.int32))
 
 
@@ -156,3 +176,27 @@ def unpack_row(words, DTYPE: tl.constexpr):
         high = (row >> 16).to(tl.int16).to(DTYPE, bitcast=True)
         elements = tl.join(low, high).to(tl.float32)
     return tl.reshape(elements, [elements.numel])
+
+
+@triton.jit
+def push_quad(address, word_0, word_1):
+    """Two words and two zeros to one address, which is the whole program's."""
+    zero = word_0 * 0
+    tl.inline_asm_elementwise(
+        _PUSH_QUAD, "=r,l,r,r,r,r", [address, word_0, word_1, zero, zero], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def await_quad(address):
+    """The four words at one address, which is the whole program's, once they have arrived."""
+    return tl.inline_asm_elementwise(_AWAIT_QUAD, "=&r,=&r,=&r,=&r,l", [address], dtype=_FOUR, is_pure=False, pack=1)
+
+
+@triton.jit
+def clear_quad(address):
+    """Mark the four words at one address as not arrived, when all threads have read them."""
+    empty = tl.cast(_SENTINEL, tl.int32)
+    tl.inline_asm_elementwise(
+        _PUSH_QUAD, "=r,l,r,r,r,r", [address, empty, empty, empty, empty], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -7,8 +7,9 @@ A row is spread over the threads of a program in vectors of 16 bytes. N ranks.
 import triton
 import triton.language as tl
 
-from dist_infer.kernels.triton.number_formats import store_row, zero_invented_rows
+from dist_infer.kernels.triton.number_formats import zero_invented_rows
 from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
+from dist_infer.kernels.triton.quantized_rows import store_row_in_place
 from dist_infer.kernels.triton.rms_norm import row_scale
 
 
@@ -131,7 +132,7 @@ def finish_row(
         if norm_out is not None:
             tl.store(norm_out + row * HIDDEN + columns, normed, mask=inside)
         if FORMAT is not None:
-            store_row(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
+            store_row_in_place(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
 
 
 @triton.jit

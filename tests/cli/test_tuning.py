@@ -1,5 +1,8 @@
 """`dist-infer tune`: refused where there is no choice, and what it writes."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,14 +11,24 @@ import torch
 from dist_infer.cli.tuning import _tune, _write
 from dist_infer.comm.all_reduce_table import table_source
 from dist_infer.comm.strategy import Strategy
-from dist_infer.errors import UsageError
+from dist_infer.errors import ExitCode
+from dist_infer.launch import mpirun
+from dist_infer.launch.failure import VotedError
 from dist_infer.launch.world import World
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
 
 
+def test_the_command_says_where_there_is_a_choice() -> None:
+    command = [sys.executable, "-m", "dist_infer", "tune", "--hidden", "64", "--max-tokens", "1"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=mpirun.scrub(os.environ))
+    assert found.returncode == ExitCode.USAGE and not found.stdout
+    assert found.stderr.count("\n") == 1
+    assert "several ranks with a GPU each: mpirun -n 2 dist-infer tune" in found.stderr
+
+
 def test_one_rank_has_no_choice() -> None:
-    with World.open(device="cpu", env={}) as world, pytest.raises(UsageError, match="several ranks with a GPU each"):
+    with World.open(device="cpu", env={}) as world, pytest.raises(VotedError, match="several ranks with a GPU each"):
         _tune((64,), 1, None, world)
 
 

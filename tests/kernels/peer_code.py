@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dist_infer.kernels.triton.peer_words import load_words, peek_words, sendable, unpack_row
+from dist_infer.kernels.triton.quantized_rows import load_scale
 from dist_infer.kernels.triton.reduced_rows import finish_row
 
 
@@ -45,7 +46,7 @@ def finish_rows(
         norm_out,
         data,
         scales,
-        scale,
+        load_scale(scale),
         row,
         columns,
         inside,
@@ -108,6 +109,12 @@ def dawdling_load(address, wanted):
 def hasty_settle(address, words):
     """settle_words that takes what it finds."""
     return words
+
+
+@triton.jit
+def hasty_quad(address):
+    """await_quad that takes what it finds."""
+    return peek_words(address, address != 0)
 
 
 @triton.jit

@@ -211,7 +211,13 @@ def compiled(kernel: Any, hidden: int, dtype: str, *, residual: bool, num_ranks:
     pointers = ["x", "weight", "total_out", "norm_out", *(["residual"] if residual else [])]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"memory": "*u8", "table": "*i64", "eps": "fp32"}
     missing = {"data": None, "scales": None, "scale": None} | ({} if residual else {"residual": None})
-    constants |= missing | {"FORMAT": None, "ZEROING": 0, "PEEK": True, "PDL": True, "NUM_RANKS": num_ranks}
+    constants |= missing | {
+        "FORMAT": None,
+        "ZEROING": 0,
+        "PEEK": True,
+        "OVERLAP": True,
+        "NUM_RANKS": num_ranks,
+    }
     constants |= {"HIDDEN": hidden, "VECTORS": hidden // per_vector, "BLOCK": columns // per_vector}
     sizes = [name for name in kernel.arg_names if name not in types and name not in constants]
     types |= dict.fromkeys(sizes, "i32") | {"memory_stride": "i64"}

@@ -10,8 +10,9 @@ from torch import Tensor
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import split_heads
 from dist_infer.kernels import rotary as rotary_op
+from dist_infer.kernels.carriers import Rotation
 from dist_infer.layers import qk_norm
-from dist_infer.layers.qk_norm import HeadNorm, make_qk_norm
+from dist_infer.layers.qk_norm import HeadNorm, ProjectionNorm, make_qk_norm
 from tests.fake_collectives import run_group
 from tests.layers.setups import CONFIG, close, fill, random, setup_of
 
@@ -23,15 +24,20 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps) * weight
 
 
-def normed_by_rotary(layer: HeadNorm, qkv: Tensor, num_kv_heads: int) -> Tensor:
+def normed(layer: HeadNorm | ProjectionNorm, qkv: Tensor, num_kv_heads: int) -> Tensor:
     """All turned by an angle of zero; keys and values read back from the caches."""
     caches = [torch.zeros(len(qkv), num_kv_heads, H, dtype=qkv.dtype) for _ in range(2)]
     cos, sin = torch.ones(len(qkv), H // 2, dtype=qkv.dtype), torch.zeros(len(qkv), H // 2, dtype=qkv.dtype)
+    slots = torch.arange(len(qkv))
+    if isinstance(layer, ProjectionNorm):
+        kept = {"k_cache": caches[0], "v_cache": caches[1]}
+        q = layer(qkv, Rotation(cos=cos, sin=sin, slots=slots, interleaved=False, **kept))
+        return torch.cat([q, *caches], 1)
     q = rotary_op.rotary(
         qkv,
         cos,
         sin,
-        torch.arange(len(qkv)),
+        slots,
         *caches,
         q_weight=layer.q_weight,
         k_weight=layer.k_weight,
@@ -52,8 +58,7 @@ def run(kind: Literal["head", "projection"], size: int) -> list[tuple[range, ran
         assert layer is not None
         fill(layer.weight_slots("a."), tensors)
         qkv = torch.cat((Q[:, shard.heads], KEY[:, shard.kv_heads], VALUE[:, shard.kv_heads]), 1)
-        out = normed_by_rotary(layer, qkv, len(shard.kv_heads)) if isinstance(layer, HeadNorm) else layer(qkv)
-        return shard.heads, shard.kv_heads, out
+        return shard.heads, shard.kv_heads, normed(layer, qkv, len(shard.kv_heads))
 
     return run_group(size, main)
 
