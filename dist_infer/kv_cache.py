@@ -18,7 +18,7 @@ from dist_infer.layers.mla import LatentLayer
 
 
 class KVCache:
-    """What all layers cache by flat slot, zero at first.
+    """What all layers cache by flat slot, zero at first. Latents may be E4M3, then each layer has a scale, 1.
 
     Shapes: each of `layers` holds k and v [num_blocks * block_size, K, H], or latent [num_blocks * block_size, L + R].
     Errors: UsageError when the device has no room for them.
@@ -37,6 +37,7 @@ class KVCache:
         self.block_size = block_size
         self.num_bytes = num_blocks * block_bytes(config, shard, block_size, dtype)
         shape = (num_blocks * block_size, *_slot_shape(config, shard))
+        narrow = dtype == torch.float8_e4m3fn
         self.layers: tuple[KVLayer, ...] | tuple[LatentLayer, ...]
         try:
             if config.mla is None:
@@ -44,7 +45,10 @@ class KVCache:
                     KVLayer(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_layers)
                 )
             else:
-                self.layers = tuple(LatentLayer(_zeros(shape, dtype, device)) for _ in range(config.num_layers))
+                self.layers = tuple(
+                    LatentLayer(_zeros(shape, dtype, device), torch.ones(1, device=device) if narrow else None)
+                    for _ in range(config.num_layers)
+                )
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise UsageError(
                 f"the KV cache of {num_blocks} blocks takes {self.num_bytes / 2**20:.0f} MiB, more than {device} has"

@@ -39,6 +39,7 @@ class ShardPlan:
     heads: HeadShard
     dtype: torch.dtype
     device: torch.device
+    cache_dtype: torch.dtype  # of the KV cache
     kernel_orders: Mapping[str, str] = field(default_factory=dict)  # see kernels/orders
 
 
@@ -60,9 +61,12 @@ def plan_shard(
     dtype: str,
     device: torch.device,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
     kernel_orders: Mapping[str, str] | None = None,
 ) -> ShardPlan:
     """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
+
+    `kv_cache_dtype` "auto" is the same; "fp8" is E4M3, for latent attention alone.
 
     A model with a sliding window serves sequences up to its window, unless `max_model_len` asks for longer ones.
 
@@ -83,8 +87,23 @@ def plan_shard(
         heads=heads,
         dtype=getattr(torch, dtype),
         device=device,
+        cache_dtype=_cache_dtype(kv_cache_dtype, config, getattr(torch, dtype)),
         kernel_orders=kernel_orders or {},
     )
+
+
+def _cache_dtype(asked: str, config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    if asked == "fp8" and config.mla is None:
+        raise UsageError(
+            f"--kv-cache-dtype fp8: {config.architecture} caches keys and values by head, which are kept in the dtype"
+            " of the activations; fp8 is for latent attention (DeepSeek-V2, V3)"
+        )
+    if asked == "bf16" and dtype != torch.bfloat16:
+        raise UsageError(
+            f"--kv-cache-dtype bf16: activations are {str(dtype).removeprefix('torch.')} here, and the cache is kept in"
+            " their dtype or in fp8; give --dtype bfloat16 too"
+        )
+    return torch.float8_e4m3fn if asked == "fp8" else dtype
 
 
 def _within_window(config: ModelConfig, asked: int | None) -> ModelConfig:
@@ -139,6 +158,7 @@ def load_shard(
         weight_format=weight_format,
         on_loaded=on_loaded,
         kernel_orders=plan.kernel_orders,
+        cached_as=plan.cache_dtype,
         on_choice=note_choice,
     )
     slots = list(model.weight_slots())
@@ -163,7 +183,7 @@ def num_kv_blocks(
     Errors: UsageError when not even one fits.
     """
     free = free_bytes(plan.device, sharers=sharers) - reserved_bytes
-    return num_blocks_for(max(0, int(free * memory_fraction)), plan.config, plan.heads, block_size, plan.dtype)
+    return num_blocks_for(max(0, int(free * memory_fraction)), plan.config, plan.heads, block_size, plan.cache_dtype)
 
 
 def max_model_len(config: ModelConfig, asked: int | None, *, num_kv_tokens: int) -> int:

@@ -37,7 +37,7 @@ class StepFloor:
             dense_bytes=shard.parameter_bytes - table - experts,
             expert_bytes=experts,
             share_of_token=0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts,
-            kv_token_bytes=block_bytes(config, plan.heads, 1, plan.dtype),
+            kv_token_bytes=block_bytes(config, plan.heads, 1, plan.cache_dtype),
         )
 
     def share_hit(self, num_tokens: int) -> float:

@@ -242,8 +242,11 @@ def build_step_runner(
     device: torch.device,
     graph_sizes: Sequence[int] = (),
     kernel_orders: Mapping[str, str] | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> StepRunner:
     """A filled model with KV cache and sampler, on a GPU with inputs that stay in place; no graph is captured yet.
+
+    The cache has the activations' `dtype`, unless `cache_dtype` is another.
 
     Ranks: local.
     Errors: UsageError when the device has no room for the cache.
@@ -256,7 +259,7 @@ def build_step_runner(
             block_size=config.block_size,
             device=device,
         )
-    kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, dtype, device)
+    kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, cache_dtype or dtype, device)
     runner = Runner(model, kv_cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=decode_inputs)
     sampler = Sampler.choosing(
         tp,

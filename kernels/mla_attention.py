@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
@@ -22,7 +23,7 @@ _CUTE_PAGES = (16, 32, 64, 128)
 
 
 class PlanFunction(Protocol):
-    """(step, kv_lora_rank, scale) -> attend(q, cache, kv_b)."""
+    """(step, kv_lora_rank, scale) -> attend(q, cache, kv_b, cache_scale)."""
 
     def __call__(self, step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
         """Plans a step whose sequences have been checked."""
@@ -34,6 +35,8 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
     sizes = geometry.get("kv_lora_rank"), geometry.get("rope_dim")
     if sizes != (512, 64):
         return f"takes latents of 512 and rotated keys of 64, not {sizes[0]} and {sizes[1]}"
+    if geometry.get("cache_bytes", 2) != 2:
+        return "takes caches of 16-bit numbers"
     if geometry.get("heads", 0) > 128:
         return f"takes up to 128 heads, not {geometry['heads']}"
     return on_cute(target)
@@ -76,7 +79,7 @@ def plan_mla_attention(
     library: Library[PlanFunction],
     generation: Library[PlanFunction] | None = None,
 ) -> Attend:
-    """The attention of one step as a function (q, cache, kv_b) -> out.
+    """The attention of one step as a function (q, cache, kv_b, cache_scale=None) -> out.
 
     Sequences with one query go to the library of `generation`, if it is another one; all others to `library`.
 
@@ -86,9 +89,13 @@ def plan_mla_attention(
     round what goes from one product into the next: keys, values, folded queries, softmax weights, attended latents. A
     sequence with kv_len 0 gives zeros. What lies in pages beyond kv_len, or in pages of other sequences, never shows.
 
+    With a `cache_scale` the cache is E4M3 and its values are e4m3 * cache_scale. All products are those of a cache in
+    the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
+    e4m3 * cache_scale to the dtype of q.
+
     In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
-    Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L] -> [T, N, V], contiguous.
+    Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L], cache_scale [1] float32 -> [T, N, V], contiguous.
     Errors: ValueError when a sequence has fewer keys than queries (other than none) or more than its pages hold, and
         in the function for shapes or dtypes that don't fit.
     Source: DeepSeek-AI, DeepSeek-V2 (2024).
@@ -110,14 +117,16 @@ def plan_mla_attention(
     else:
         planned = plan_by_phase(step, context, partial(generation.function, kv_lora_rank=kv_lora_rank, scale=scale))
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
+    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
+        cache_dtype = q.dtype if cache_scale is None else torch.float8_e4m3fn
         plain_dim = q.shape[2] - (cache.shape[1] - kv_lora_rank)
         fits = (
             len(q) == step.num_tokens
             and cache.shape[1] > kv_lora_rank == kv_b.shape[2]
             and q.shape[1] == kv_b.shape[0]
             and 0 <= plain_dim < kv_b.shape[1]
-            and q.dtype == cache.dtype == kv_b.dtype
+            and q.dtype == kv_b.dtype
+            and cache.dtype == cache_dtype
         )
         if not fits:
             found = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, cache, kv_b))
@@ -125,6 +134,6 @@ def plan_mla_attention(
                 f"mla_attention: q, cache, kv_b don't fit a latent of {kv_lora_rank} and {step.num_tokens} tokens:"
                 f" {found}"
             )
-        return planned(q, cache, kv_b)
+        return planned(q, cache, kv_b, cache_scale)
 
     return attend

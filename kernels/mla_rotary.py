@@ -27,6 +27,7 @@ class MlaRotaryFunction(Protocol):
         slots: Tensor,
         cache: Tensor,
         interleaved: bool,
+        cache_scale: Tensor | None,
     ) -> Tensor:
         """The queries, their last channels rotated."""
         ...
@@ -55,6 +56,7 @@ def mla_rotary(
     cache: Tensor,
     *,
     interleaved: bool,
+    cache_scale: Tensor | None = None,
     library: Library[MlaRotaryFunction],
 ) -> Tensor:
     """The queries with their last R channels rotated; [normed latent, rotated key] goes to `slots` of the cache.
@@ -62,8 +64,11 @@ def mla_rotary(
     Slot -1 is written nowhere. The norm is that of `rms_norm`, rounded once. Pairs are halves, or neighbours when
     `interleaved`, and stay where they are; rotation as in `rotary`. A library may turn `q` where it stands.
 
+    With a `cache_scale` the cache is E4M3: what a cache in the dtype of `latent` would hold is multiplied by the
+    scale's inverse in float32, cut to [-448, 448] and rounded to the nearest, ties to even. NaN stays NaN.
+
     Shapes: q [T, N, P + R], latent [T, L], key [T, R], weight [L], cos and sin [T, R / 2] float32 (float64 for
-        float64), slots [T] int64, cache [C, L + R] -> [T, N, P + R].
+        float64), slots [T] int64, cache [C, L + R], cache_scale [1] float32 -> [T, N, P + R].
     Errors: ValueError for shapes or dtypes that don't fit. A slot outside the cache is the caller's fault.
     Source: DeepSeek-AI, DeepSeek-V2 (2024).
     """
@@ -83,9 +88,12 @@ def mla_rotary(
     if not fits:
         shapes = ", ".join(str(list(x.shape)) for x in (q, latent, key, weight, cos, sin, slots, cache))
         raise ValueError(f"mla_rotary: shapes of q, latent, key, weight, cos, sin, slots, cache don't fit: {shapes}")
+    cache_dtype = q.dtype if cache_scale is None else torch.float8_e4m3fn
     if not (
-        q.dtype == latent.dtype == key.dtype == weight.dtype == cache.dtype and cos.dtype == sin.dtype == angle_dtype
+        q.dtype == latent.dtype == key.dtype == weight.dtype
+        and cache.dtype == cache_dtype
+        and cos.dtype == sin.dtype == angle_dtype
     ):
         dtypes = ", ".join(str(x.dtype) for x in (q, latent, key, weight, cos, sin, cache))
         raise ValueError(f"mla_rotary: dtypes of q, latent, key, weight, cos, sin, cache don't fit: {dtypes}")
-    return library.function(q, latent, key, weight, eps, cos, sin, slots, cache, interleaved)
+    return library.function(q, latent, key, weight, eps, cos, sin, slots, cache, interleaved, cache_scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, two more) -> out, a row a token
+Attend: TypeAlias = Callable[..., Tensor]  # (q, others that the op names) -> out, a row a token
 Plan: TypeAlias = Callable[[PagedStep], Attend]
 
 
@@ -35,10 +35,10 @@ def plan_by_phase(step: PagedStep, context: Plan, generation: Plan) -> Attend:
         rows, part = take_sequences(step, np.flatnonzero(chosen))
         parts.append((rows, plan(part)))
 
-    def attend(q: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        (rows, result), *others = ((rows, plan(q.index_select(0, rows), first, second)) for rows, plan in parts)
+    def attend(q: Tensor, *others: Tensor | None) -> Tensor:
+        (rows, result), *later = ((rows, plan(q.index_select(0, rows), *others)) for rows, plan in parts)
         out = result.new_empty(len(q), *result.shape[1:]).index_copy_(0, rows, result)
-        for rows, result in others:
+        for rows, result in later:
             out.index_copy_(0, rows, result)
         return out
 

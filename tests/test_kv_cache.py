@@ -1,6 +1,7 @@
 """Size and shape of the paged cache."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ import torch
 from dist_infer.comm.mesh import split_heads
 from dist_infer.config import MlaConfig, ModelConfig, RopeConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.reference.quantize import to_e4m3
 from dist_infer.kv_cache import KVCache, block_bytes, num_blocks_for
+from dist_infer.layers.mla import LatentLayer
+from dist_infer.runner import Runner
+from tests.batches import Part, make_batch
+from tests.tiny_families import make_tiny
+from tests.tiny_models import load_tiny_model
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -49,6 +56,28 @@ def test_latents_are_held_whole_by_every_rank(tp_size: int, tp_rank: int) -> Non
     assert [tensor.shape for tensor in tensors] == [(28, 32)] * 5
     assert block_bytes(config, shard, 4, torch.float32) == 5 * 4 * 32 * 4
     assert cache.num_bytes == sum(tensor.nbytes for tensor in tensors) == 7 * 5 * 4 * 32 * 4
+
+
+def test_latents_of_e4m3(tmp_path: Path) -> None:
+    """A whole model: the bytes of its first layer are those of a wide cache, rounded; its logits hardly move."""
+    tokens = list(range(3, 40))
+    model = load_tiny_model(make_tiny(tmp_path, "deepseek-v2-lite", seed=3))
+    heads = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
+    caches = [KVCache(model.config, heads, 7, 8, dtype, CPU) for dtype in (torch.float64, torch.float8_e4m3fn)]
+    assert caches[0].num_bytes == 8 * caches[1].num_bytes
+    logits = []
+    for cache in caches:
+        runner = Runner(model, cache, max_num_seqs=1, device=CPU)
+        rows = []
+        for start, stop in ((0, 20), (20, 36), (36, 37)):  # prefill, extend, decode
+            part = Part(token_ids=tokens[start:stop], start=start, pages=range(7))
+            rows.append(runner.run(runner.prepare(make_batch([part], block_size=8))))
+        logits.append(torch.cat(rows))
+    wide, narrow = (cache.layers[0] for cache in caches)
+    assert isinstance(wide, LatentLayer) and isinstance(narrow, LatentLayer) and narrow.scale is not None
+    assert torch.equal(narrow.latent.view(torch.uint8), to_e4m3(wide.latent.float()).view(torch.uint8))
+    errors = (logits[1] - logits[0]).norm(dim=1) / logits[0].norm(dim=1)
+    assert 1e-6 < errors.median().item() < 0.4
 
 
 def test_blocks_for_memory() -> None:

@@ -29,6 +29,23 @@ def test_a_cpu_computes_in_float32_unless_told(tmp_path: Path) -> None:
     assert plan(folder, dtype="bfloat16").dtype == torch.bfloat16
 
 
+def test_a_cache_of_e4m3_is_for_latents_alone(tmp_path: Path) -> None:
+    mesh = Mesh.create(world=1, rank=0)
+    latent = open_model_folder(make_tiny(tmp_path / "latent", "deepseek-v2-lite", seed=3))
+    by_head = open_model_folder(make_tiny_llama(tmp_path / "by head", 4, 2))
+
+    def planned(folder: ModelFolder, cache: str, dtype: str = "float32") -> torch.dtype:
+        return plan_shard(folder, mesh, dtype=dtype, device=CPU, kv_cache_dtype=cache).cache_dtype
+
+    assert planned(latent, "fp8") == torch.float8_e4m3fn
+    assert planned(latent, "auto") == torch.float32
+    assert planned(by_head, "bf16", "bfloat16") == torch.bfloat16
+    with pytest.raises(UsageError, match="LlamaForCausalLM caches keys and values by head"):
+        planned(by_head, "fp8")
+    with pytest.raises(UsageError, match="activations are float32 here.* give --dtype bfloat16 too"):
+        planned(latent, "bf16")
+
+
 def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path, 4, 2)
     assert [len(plan(folder, world=3, rank=rank).heads.heads) for rank in range(3)] == [1, 1, 2]

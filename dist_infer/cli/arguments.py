@@ -132,6 +132,14 @@ KVMemoryFraction = Annotated[
         f"[default: {_FRACTIONS}]",
     ),
 ]
+KVCacheDType = Annotated[
+    options.KVCacheDTypeOption,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto and bf16: that of the activations. fp8: E4M3 with a scale a layer, half the memory, for models with "
+        "latent attention; only what is cached is rounded, all products are those of the activations' dtype.",
+    ),
+]
 NoPrefixCache = Annotated[
     bool, typer.Option("--no-prefix-cache", help="Compute every prompt anew, reuse no KV blocks.")
 ]

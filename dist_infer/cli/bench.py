@@ -93,6 +93,7 @@ def bench(
     block_size: arguments.BlockSize = 16,
     num_kv_blocks: arguments.NumKVBlocks = None,
     kv_memory_fraction: arguments.KVMemoryFraction = None,
+    kv_cache_dtype: arguments.KVCacheDType = "auto",
     no_prefix_cache: arguments.NoPrefixCache = False,
     graph_batch_sizes: arguments.GraphBatchSizes = None,
     eager: arguments.Eager = False,

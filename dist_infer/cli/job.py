@@ -132,6 +132,7 @@ def _check_model(options: RunOptions, plan: ShardPlan, files: JobFiles | None) -
             "load_format": options.load_format,
             "dtype": dtype_name(plan.dtype),
             "quantize": options.quantize,
+            "kv_cache_dtype": options.kv_cache_dtype,
         }
     )
 

@@ -14,6 +14,7 @@ from dist_infer.kernels.orders import parse_orders
 
 LoadFormat = Literal["auto", "dummy"]
 DTypeOption = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+KVCacheDTypeOption = Literal["auto", "bf16", "fp8"]
 QuantizeOption = Literal["none", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
 LogLevelOption = Literal["debug", "info", "warning", "error"]
@@ -57,6 +58,7 @@ class EngineOptions:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
+    kv_cache_dtype: KVCacheDTypeOption = "auto"
     prefix_cache: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
     eager: bool = False

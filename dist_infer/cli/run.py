@@ -72,6 +72,7 @@ def run(
     block_size: arguments.BlockSize = 16,
     num_kv_blocks: arguments.NumKVBlocks = None,
     kv_memory_fraction: arguments.KVMemoryFraction = None,
+    kv_cache_dtype: arguments.KVCacheDType = "auto",
     no_prefix_cache: arguments.NoPrefixCache = False,
     graph_batch_sizes: arguments.GraphBatchSizes = None,
     eager: arguments.Eager = False,

@@ -26,6 +26,7 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--gpu-memory-utilization": ("--kv-memory-fraction",),
         "--kv-cache-free-gpu-mem-fraction": ("--kv-memory-fraction",),
         "--num-gpu-blocks-override": ("--num-kv-blocks",),
+        "--kv-cache-type": ("--kv-cache-dtype",),
         "--tokens-per-block": ("--block-size",),
         "--no-enable-prefix-caching": ("--no-prefix-cache",),
         "--model-path": ("--model",),

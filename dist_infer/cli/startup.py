@@ -63,6 +63,7 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
             dtype=options.dtype,
             device=world.device,
             max_model_len=options.max_model_len,
+            kv_cache_dtype=options.kv_cache_dtype,
             kernel_orders=options.kernel_orders,
         )
 
@@ -245,6 +246,7 @@ def _build_runner(plan: ShardPlan, shard: Shard, config: SchedulerConfig, graph_
         device=plan.device,
         graph_sizes=graph_sizes,
         kernel_orders=plan.kernel_orders,
+        cache_dtype=plan.cache_dtype,
     )
 
 

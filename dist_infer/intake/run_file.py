@@ -24,6 +24,7 @@ _FIXES: Mapping[str, str] = {
     "shard": "give --shard {}",
     "dtype": "give --dtype {}",
     "quantize": "give --quantize {}",
+    "kv_cache_dtype": "give --kv-cache-dtype {}",
     "load_format": "give --load-format {}",
     "max_model_len": "give --max-model-len {}",
 }

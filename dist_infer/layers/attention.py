@@ -3,7 +3,7 @@
 T tokens, D hidden, N and K query and KV heads of this rank, H head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from dist_infer.config import ModelConfig
 from dist_infer.kernels import paged_attention as attention_op
 from dist_infer.kernels import rotary as rotary_op
 from dist_infer.kernels.carriers import Fp8Tensor, PagedStep, Rotation
+from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
 from dist_infer.layers.qk_norm import HeadNorm, ProjectionNorm, make_qk_norm
@@ -40,7 +41,7 @@ class AttentionStep:
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend: Attend
 
 
 class AttentionPlanner:
@@ -61,7 +62,7 @@ class AttentionPlanner:
             window=self._window or 0,
         )
 
-    def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def __call__(self, step: PagedStep) -> Attend:
         """(q, k_cache, v_cache) -> out for this step.
 
         Ranks: local.

@@ -3,7 +3,7 @@
 T tokens, D hidden, N heads of this rank, L latent, P plain, R rotated and V value channels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from dist_infer.errors import UsageError
 from dist_infer.kernels import mla_attention as attention_op
 from dist_infer.kernels import mla_rotary as rotary_op
 from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
+from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.attention import AttentionStep
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
@@ -24,9 +25,13 @@ from dist_infer.layers.weights import WeightSlot
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """One layer's cache on this rank: the normed latent and the rotated key by flat slot, [slots, L + R]."""
+    """One layer's cache on this rank: the normed latent and the rotated key by flat slot, [slots, L + R].
+
+    With a `scale` [1] they are E4M3, and stand for e4m3 * scale.
+    """
 
     latent: Tensor
+    scale: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -48,11 +53,11 @@ class MlaPlanner:
             heads=-(-config.num_heads // setup.tp.size),  # of the first rank: all ranks choose alike
             kv_lora_rank=mla.kv_lora_rank,
             rope_dim=mla.qk_rope_head_dim,
-            cache_bytes=setup.dtype.itemsize,
+            cache_bytes=setup.cache_dtype.itemsize,
         )
 
-    def __call__(self, step: PagedStep) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """(q, latent cache, kv_b) -> out for this step.
+    def __call__(self, step: PagedStep) -> Attend:
+        """(q, latent cache, kv_b, scale of the cache) -> out for this step.
 
         Ranks: local.
         """
@@ -123,9 +128,10 @@ class MlaAttention:
             step.slots,
             kv.latent,
             interleaved=self._interleaved,
+            cache_scale=kv.scale,
             library=self._rotary,
         )
-        return self.output(step.attend(q, kv.latent, self.kv_b).flatten(1))
+        return self.output(step.attend(q, kv.latent, self.kv_b, kv.scale).flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """All under `prefix`: `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; then those of the latent."""

@@ -28,6 +28,7 @@ class LayerSetup:
     its name (see kernels/dispatch); `on_choice` gets one line for each choice made. `uniform_routing` is for benchmarks
     with dummy weights: routers do their work, but the experts of a row are drawn evenly. Linear layers quantise their
     weights to `weight_format` when they have been loaded: what is in `on_loaded` does it, and gives the bytes it freed.
+    `cached_as` is the dtype of the KV cache, None: `dtype`.
     """
 
     tp: Collectives
@@ -41,12 +42,18 @@ class LayerSetup:
     max_moe_tokens: int | None = None
     uniform_routing: bool = False
     weight_format: WeightFormat | None = None
+    cached_as: torch.dtype | None = None
     on_loaded: list[Callable[[], int]] = field(default_factory=list)
 
     @property
     def expert_mesh(self) -> Mesh:
         """The ranks that experts are dealt to."""
         return self.mesh or Mesh.create(world=self.tp.size, rank=self.tp.rank)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return self.cached_as or self.dtype
 
     @property
     def wide_dtype(self) -> torch.dtype:

@@ -50,6 +50,7 @@ def build_model(
     max_moe_tokens: int | None = None,
     uniform_routing: bool = False,
     weight_format: WeightFormat | None = None,
+    cached_as: torch.dtype | None = None,
     on_loaded: list[Callable[[], int]] | None = None,
     kernel_orders: Mapping[str, str] | None = None,
     on_choice: Callable[[str], None] | None = None,
@@ -58,8 +59,8 @@ def build_model(
 
     `mesh` and `world` are those of the whole job, which experts are dealt to; without them the tp group is all there
     is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step. `uniform_routing`
-    deals rows to experts evenly, for benchmarks with dummy weights. Whoever asks for a `weight_format` calls what is in
-    `on_loaded` after the load: it quantises the linear layers.
+    deals rows to experts evenly, for benchmarks with dummy weights. `cached_as`: the dtype of the KV cache, if another.
+    Whoever asks for a `weight_format` calls what is in `on_loaded` after the load: it quantises the linear layers.
 
     Ranks: local; every rank builds its own.
     Errors: UsageError for a layout that the model can't be cut into, and for a wrong kernel order.
@@ -75,6 +76,7 @@ def build_model(
         max_moe_tokens=max_moe_tokens,
         uniform_routing=uniform_routing,
         weight_format=weight_format,
+        cached_as=cached_as,
         on_loaded=[] if on_loaded is None else on_loaded,
     )
     return Decoder(config, setup, FAMILIES[config.architecture].moe_names)

@@ -3,7 +3,6 @@
 S sequences, N heads, L latent, R rotated, P plain and V value channels.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -11,16 +10,17 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.cute.mla_decode import Workspace, choose_rows, mla_decode
+from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 
 
-def plan_mla_attention(
-    step: PagedStep, *, kv_lora_rank: int, scale: float
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`; its generation phase alone."""
     workspace = cache(Workspace)  # one for all layers of the step
 
-    def attend(q: Tensor, cache_rows: Tensor, kv_b: Tensor) -> Tensor:
+    def attend(q: Tensor, cache_rows: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
+        if cache_scale is not None:
+            raise ValueError("mla_attention by cute takes caches of 16-bit numbers")
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache_rows.shape[1] - kv_lora_rank))
         out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
         if len(q) == 0:

@@ -8,7 +8,6 @@ Rows of an absorbed block that stand for no key repeat the sequence's own last o
 S sequences, T tokens, N heads, L latent, R rotated, P plain and V value channels, K keys of a block, Q queries.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.phases import Attend
 
 _MAX_SCORES = 1 << 20  # queries x keys of a block, for each head
 _SHORT_BITS = 6  # sequences of up to 64 keys are batched together, then by powers of two
@@ -40,9 +40,7 @@ class _Expanded:
     blocks: tuple[tuple[int, int], ...]
 
 
-def plan_mla_attention(
-    step: PagedStep, *, kv_lora_rank: int, scale: float, max_absorbed: int = 1
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, max_absorbed: int = 1) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`; sequences of up to `max_absorbed` queries absorb."""
     query_lens = np.diff(step.host_query_start)
     active = (query_lens > 0) & (step.host_kv_lens > 0)
@@ -50,15 +48,17 @@ def plan_mla_attention(
     absorbed = [_plan_absorbed(step, seqs) for seqs in _by_size(step, np.flatnonzero(short).tolist())]
     expanded = [_plan_expanded(step, seq) for seq in np.flatnonzero(active & ~short).tolist()]
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
+    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache.shape[1] - kv_lora_rank))
         out = q.new_zeros(*q.shape[:2], value_dim)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         weight = kv_b.to(wide)
         for part in absorbed:
-            _attend_absorbed(part, q, cache, weight, scale, out)
+            rows = _rows(cache, part.slots, cache_scale, wide)
+            _attend_absorbed(part, q, rows, weight, scale, out)
         for sequence in expanded:
-            _attend_expanded(sequence, q, cache, weight, scale, out)
+            rows = _rows(cache, sequence.slots, cache_scale, wide)
+            _attend_expanded(sequence, q, rows, weight, scale, out)
         return out
 
     return attend
@@ -103,14 +103,20 @@ def _slots(page_table: Tensor, keys: Tensor, block_size: int) -> Tensor:
     return pages * block_size + keys % block_size
 
 
-def _attend_absorbed(part: _Absorbed, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
+def _rows(cache: Tensor, slots: Tensor, cache_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if cache_scale is None:
+        return cache.index_select(0, slots).to(dtype)
+    return cache.view(torch.uint8).index_select(0, slots).view(cache.dtype).to(dtype) * cache_scale.to(dtype)
+
+
+def _attend_absorbed(part: _Absorbed, q: Tensor, rows: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
     num_heads, _, latent_dim = kv_b.shape
     plain_dim = kv_b.shape[1] - out.shape[2]
     num_seqs, num_queries, num_keys = part.hidden.shape
     queries = q.index_select(0, part.rows).to(kv_b.dtype)
     folded = torch.bmm(queries[..., :plain_dim].transpose(0, 1), kv_b[:, :plain_dim]).transpose(0, 1)
     queries = torch.cat([folded, queries[..., plain_dim:]], -1).view(num_seqs, num_queries * num_heads, -1)
-    rows = cache.index_select(0, part.slots).to(kv_b.dtype).view(num_seqs, num_keys, -1)
+    rows = rows.view(num_seqs, num_keys, -1)
     scores = torch.bmm(queries, rows.transpose(1, 2)).mul_(scale)
     by_query = scores.view(num_seqs, num_queries, num_heads, num_keys)
     by_query.masked_fill_(part.hidden[:, :, None], -torch.inf)
@@ -119,10 +125,9 @@ def _attend_absorbed(part: _Absorbed, q: Tensor, cache: Tensor, kv_b: Tensor, sc
     out.index_copy_(0, part.rows, values.to(out.dtype))
 
 
-def _attend_expanded(part: _Expanded, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
+def _attend_expanded(part: _Expanded, q: Tensor, rows: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
     num_heads, _, latent_dim = kv_b.shape
     plain_dim = kv_b.shape[1] - out.shape[2]
-    rows = cache.index_select(0, part.slots).to(kv_b.dtype)
     expanded = torch.matmul(rows[:, :latent_dim], kv_b.transpose(1, 2))  # [N, K, P + V]
     rotated = rows[None, :, latent_dim:].expand(num_heads, -1, -1)
     keys, values = torch.cat([expanded[..., :plain_dim], rotated], -1), expanded[..., plain_dim:]

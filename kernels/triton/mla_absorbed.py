@@ -20,7 +20,15 @@ from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 from dist_infer.kernels.triton.paged_rows import LOG2_E, key_slots, load_rows
 
 
-def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor) -> None:
+def attend_absorbed(
+    step: PagedStep,
+    q: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    scale: float,
+    out: Tensor,
+    cache_scale: Tensor | None,
+) -> None:
     """Fills `out` for a step in which each sequence has one query.
 
     Shapes: q [S, N, P + R], cache [C, L + R], kv_b [N, P + V, L], out [S, N, V] contiguous.
@@ -31,12 +39,13 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
     rotated_dim = q.shape[2] - plain_dim
     folded = fold_queries(q, kv_b, out.shape[2])
     latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
-    heads = min(64, max(16, triton.next_power_of_2(num_heads)))
+    narrow = cache_scale is not None  # rows are held twice, as they are and widened
+    heads = min(32 if narrow else 64, max(16, triton.next_power_of_2(num_heads)))
     num_head_blocks = triton.cdiv(num_heads, heads)
     num_programs = num_seqs * num_head_blocks
     # Two small programs on a multiprocessor, or one large one: of 64 heads, or where there are enough without splits.
-    small = heads == 16 and 3 * num_programs <= 2 * num_processors(q.device)
-    keys = 16 if q.dtype == torch.float32 else 32 if small else 64
+    small = heads == 16 and not narrow and 3 * num_programs <= 2 * num_processors(q.device)
+    keys = 16 if q.dtype == torch.float32 else 32 if small or narrow else 64
     max_kv_len = int(step.host_kv_lens.max())
     num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2 if small else 1)
     results = SplitResults(q, num_seqs, num_heads, num_splits, latent_dim)
@@ -49,6 +58,7 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         results.weight_sum,
         step.kv_lens,
         step.page_table,
+        cache_scale,
         scale * LOG2_E,
         num_heads,
         folded.stride(0),
@@ -63,7 +73,8 @@ def attend_absorbed(step: PagedStep, q: Tensor, cache: Tensor, kv_b: Tensor, sca
         KEYS=keys,
         ROTATED_BLOCK=max(16, triton.next_power_of_2(rotated_dim)),
         LATENT_BLOCK=max(64, triton.next_power_of_2(latent_dim)),
-        num_warps=4 if heads == 16 else 8,
+        HAS_SCALE=narrow,
+        num_warps=4 if heads == 16 and not narrow else 8,
         num_stages=5 if small else 3,  # two for each block of rows on its way, page ids before their rows
         **overlapping(q),
     )
@@ -84,6 +95,7 @@ def _absorbed_kernel(
     split_weight_sum,
     kv_lens,
     page_table,
+    cache_scale,
     scale,
     num_heads,
     seq_stride,
@@ -98,6 +110,7 @@ def _absorbed_kernel(
     KEYS: tl.constexpr,
     ROTATED_BLOCK: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -114,6 +127,9 @@ def _absorbed_kernel(
     queries = folded + seq * seq_stride
     q_folded = load_rows(queries, head, head_stride, is_head, LATENT_DIM, LATENT_BLOCK, True)
     q_rotated = load_rows(queries + LATENT_DIM, head, head_stride, is_head, ROTATED_DIM, ROTATED_BLOCK, True)
+    if HAS_SCALE:  # of E4M3, which widens exactly
+        value_scale = tl.load(cache_scale)
+        scale = scale * value_scale
     table = page_table + seq * table_stride
     largest = tl.full([HEADS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([HEADS], tl.float32)
@@ -124,6 +140,8 @@ def _absorbed_kernel(
         slot = key_slots(table, key, end, BLOCK_SIZE)
         latent = load_rows(cache, slot, slot_stride, inside, LATENT_DIM, LATENT_BLOCK, True)
         rotated = load_rows(cache + LATENT_DIM, slot, slot_stride, inside, ROTATED_DIM, ROTATED_BLOCK, True)
+        if HAS_SCALE:
+            latent, rotated = latent.to(q_folded.dtype), rotated.to(q_folded.dtype)
         products = tl.dot(latent, tl.trans(q_folded), input_precision="ieee")
         products = tl.dot(rotated, tl.trans(q_rotated), products, input_precision="ieee")
         products = tl.where(inside[:, None], products, -float("inf"))
@@ -133,6 +151,8 @@ def _absorbed_kernel(
         weight_sum = weight_sum * factor + tl.sum(weights, 0)
         largest = new_largest
         total = tl.dot(tl.trans(latent), weights.to(latent.dtype), total * factor[None, :], input_precision="ieee")
+    if HAS_SCALE:
+        total = total * value_scale
     written = is_head[None, :] & (channel < LATENT_DIM)[:, None]
     row = seq * num_heads + head
     if kv_len <= length:

@@ -5,21 +5,18 @@ former are gathered into a step of their own.
 """
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.phases import take_sequences
+from dist_infer.kernels.phases import Attend, take_sequences
 from dist_infer.kernels.triton.mla_absorbed import attend_absorbed
 from dist_infer.kernels.triton.mla_expanded import attend_expanded, plan_expanded
 
 
-def plan_mla_attention(
-    step: PagedStep, *, kv_lora_rank: int, scale: float
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`."""
     query_lens = np.diff(step.host_query_start)
     singles = np.flatnonzero(query_lens == 1)
@@ -27,19 +24,19 @@ def plan_mla_attention(
     rows, single_step = (None, step) if whole else take_sequences(step, singles)
     parts_of = functools.cache(lambda wide: plan_expanded(step, wide=wide))  # the same for all layers
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor) -> Tensor:
+    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache.shape[1] - kv_lora_rank))
         out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
         if len(q) == 0:
             return out
         q = q if q.stride(2) == 1 else q.contiguous()
         for part in parts_of(q.dtype == torch.float32):
-            attend_expanded(step, part, q, cache, kv_b, scale, out)
+            attend_expanded(step, part, q, cache, kv_b, scale, out, cache_scale)
         if rows is None:
-            attend_absorbed(single_step, q, cache, kv_b, scale, out)
+            attend_absorbed(single_step, q, cache, kv_b, scale, out, cache_scale)
         elif len(rows):
             single_out = torch.empty(len(rows), *out.shape[1:], dtype=q.dtype, device=q.device)
-            attend_absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out)
+            attend_absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out, cache_scale)
             out.index_copy_(0, rows, single_out)
         return out
 

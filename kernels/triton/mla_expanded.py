@@ -58,7 +58,14 @@ def _plan_part(step: PagedStep, seqs: npt.NDArray[np.int64], queries: int) -> Ex
 
 
 def attend_expanded(
-    step: PagedStep, part: ExpandedPart, q: Tensor, cache: Tensor, kv_b: Tensor, scale: float, out: Tensor
+    step: PagedStep,
+    part: ExpandedPart,
+    q: Tensor,
+    cache: Tensor,
+    kv_b: Tensor,
+    scale: float,
+    out: Tensor,
+    cache_scale: Tensor | None,
 ) -> None:
     """Fills the rows of `out` that belong to the part's sequences.
 
@@ -66,13 +73,20 @@ def attend_expanded(
     """
     num_heads, expanded_dim, latent_dim = kv_b.shape
     value_dim = out.shape[2]
-    rows = cache.index_select(0, part.slots)
+    rows = _rows(cache, part.slots, cache_scale, q.dtype)
     max_heads = max(1, _MAX_EXPANDED_BYTES // max(1, len(rows) * expanded_dim * q.itemsize))
     for first in range(0, num_heads, max_heads):
         weight = kv_b[first : first + max_heads]
         expanded = torch.mm(rows[:, :latent_dim], weight.reshape(-1, latent_dim).T).view(-1, len(weight), expanded_dim)
         heads = slice(first, first + len(weight))
         _launch(step, part, q[:, heads], expanded, rows[:, latent_dim:], scale, out[:, heads], value_dim)
+
+
+def _rows(cache: Tensor, slots: Tensor, cache_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if cache_scale is None:
+        return cache.index_select(0, slots)
+    rows = cache.view(torch.uint8).index_select(0, slots).view(cache.dtype)
+    return (rows.float() * cache_scale).to(dtype)
 
 
 def _launch(

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
+from dist_infer.kernels.triton.number_formats import to_e4m3
 from dist_infer.kernels.triton.rotary import turn_rows
 
 _ROWS = 32  # heads of tokens that a program of a large step takes
@@ -26,6 +27,7 @@ def mla_rotary(
     slots: Tensor,
     cache: Tensor,
     interleaved: bool,
+    cache_scale: Tensor | None,
 ) -> Tensor:
     """See `dist_infer.kernels.mla_rotary.mla_rotary`; the queries are turned in place."""
     if not all(x.stride(-1) == 1 for x in (q, latent, key, cache)):
@@ -45,6 +47,7 @@ def mla_rotary(
         sin,
         slots,
         cache,
+        cache_scale,
         num_tokens,
         num_heads,
         eps,
@@ -62,6 +65,7 @@ def mla_rotary(
         HEADS=heads,
         HALF_BLOCK=triton.next_power_of_2(half),
         LATENT_BLOCK=triton.next_power_of_2(latent.shape[1]),
+        HAS_SCALE=cache_scale is not None,
         num_warps=4,
         **overlapping(q),
     )
@@ -78,6 +82,7 @@ def _mla_rotary_kernel(
     sin,
     slots,
     cache,
+    cache_scale,
     num_tokens,
     num_heads,
     eps,
@@ -95,6 +100,7 @@ def _mla_rotary_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -106,8 +112,9 @@ def _mla_rotary_kernel(
         )  # fmt: skip
     else:
         _write_rows(
-            latent, key, weight, cos, sin, slots, cache, eps, first, num_tokens, latent_stride, key_stride,
-            angle_stride, slot_stride, LATENT_DIM, HALF, INTERLEAVED, TOKENS, HALF_BLOCK, LATENT_BLOCK,
+            latent, key, weight, cos, sin, slots, cache, cache_scale, eps, first, num_tokens, latent_stride,
+            key_stride, angle_stride, slot_stride, LATENT_DIM, HALF, INTERLEAVED, TOKENS, HALF_BLOCK, LATENT_BLOCK,
+            HAS_SCALE,
         )  # fmt: skip
 
 
@@ -151,6 +158,7 @@ def _write_rows(
     sin,
     slots,
     cache,
+    cache_scale,
     eps,
     first_token,
     num_tokens,
@@ -164,6 +172,7 @@ def _write_rows(
     TOKENS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     token = first_token + tl.arange(0, TOKENS)
     kept = token < num_tokens
@@ -178,8 +187,47 @@ def _write_rows(
     factor = tl.rsqrt(tl.sum(wide * wide, 1) / LATENT_DIM + eps)[:, None]
     by = tl.load(weight + channel, mask=channel < LATENT_DIM, other=0.0).to(tl.float32)
     normed = (wide * factor * by[None, :]).to(x.dtype)
-    tl.store(target[:, None] + channel[None, :], normed, mask=inside & written[:, None])
-    turn_rows(
-        key + wide_token * key_stride, target + LATENT_DIM, kept, written, cos, sin, token * angle_stride, weight,
-        eps, 2 * HALF, HALF, INTERLEAVED, False, HALF_BLOCK, 0,
-    )  # fmt: skip
+    inside = inside & written[:, None]
+    if HAS_SCALE:
+        inverse = tl.div_rn(1.0, tl.load(cache_scale))
+        tl.store(target[:, None] + channel[None, :], to_e4m3(normed.to(tl.float32) * inverse), mask=inside)
+        _write_narrow_keys(
+            key + wide_token * key_stride, target + LATENT_DIM, written, cos, sin, token * angle_stride, inverse,
+            HALF, INTERLEAVED, HALF_BLOCK,
+        )  # fmt: skip
+    else:
+        tl.store(target[:, None] + channel[None, :], normed, mask=inside)
+        turn_rows(
+            key + wide_token * key_stride, target + LATENT_DIM, kept, written, cos, sin, token * angle_stride, weight,
+            eps, 2 * HALF, HALF, INTERLEAVED, False, HALF_BLOCK, 0,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_narrow_keys(
+    source,
+    target,
+    written,
+    cos,
+    sin,
+    angle_at,
+    inverse,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Keys turned, rounded to their own dtype and then to E4M3."""
+    pair = tl.arange(0, HALF_BLOCK)
+    low_channel = (2 * pair if INTERLEAVED else pair)[None, :]
+    high_channel = low_channel + (1 if INTERLEAVED else HALF)
+    inside = written[:, None] & (pair < HALF)[None, :]
+    low = tl.load(source[:, None] + low_channel, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source[:, None] + high_channel, mask=inside, other=0.0).to(tl.float32)
+    angle = angle_at[:, None] + pair[None, :]
+    cosine = tl.load(cos + angle, mask=inside, other=0.0)
+    sine = tl.load(sin + angle, mask=inside, other=0.0)
+    dtype: tl.constexpr = source.dtype.element_ty
+    turned_low = (low * cosine - high * sine).to(dtype).to(tl.float32)
+    turned_high = (high * cosine + low * sine).to(dtype).to(tl.float32)
+    tl.store(target[:, None] + low_channel, to_e4m3(turned_low * inverse), mask=inside)
+    tl.store(target[:, None] + high_channel, to_e4m3(turned_high * inverse), mask=inside)

@@ -42,6 +42,7 @@ def test_defaults() -> None:
         ({"quantize": "int4"}, "--quantize is 'int4'; it must be one of none, fp8, fp8-block, mxfp8, nvfp4"),
         ({"kernels": ("rms_norm",)}, "--kernels 'rms_norm': it must be OP=LIST"),
         ({"kernels": ("norm=torch",)}, "there is no op 'norm'"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is 'int8'; it must be one of auto, bf16, fp8"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"load_format": "gguf"}, "--load-format is 'gguf'"),
         ({"log_level": "loud"}, "--log-level is 'loud'"),

@@ -13,6 +13,7 @@ from dist_infer.kernels.dispatch import Library, Phase, Target
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
 from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.reference import mla_attention as reference
+from dist_infer.kernels.reference.quantize import to_e4m3
 from tests.kernels.aot import compile_ahead
 from tests.kernels.captured import captured
 from tests.kernels.library_runs import library_runs, named
@@ -39,6 +40,7 @@ class Case:
     kv_b: Tensor
     rows: list[Tensor]  # [kv_len, L + R] of each sequence
     lens: Sequence[tuple[int, int]]
+    cache_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,33 @@ def dense(case: Case, dtype: torch.dtype) -> Tensor:
 
 def attend(case: Case, library: Library[PlanFunction]) -> Tensor:
     planned = plan_mla_attention(case.step, kv_lora_rank=case.kv_b.shape[2], scale=SCALE, library=library)
-    return planned(case.q, case.cache, case.kv_b)
+    return planned(case.q, case.cache, case.kv_b, case.cache_scale)
+
+
+def narrowed(case: Case, scale: float) -> Case:
+    """The same with a cache of E4M3, and as the rows what its bytes stand for."""
+    cache_scale = torch.tensor([scale], device=case.q.device)
+    bytes_of = [to_e4m3(rows.float() / scale) for rows in (case.cache, *case.rows)]
+    rows = [narrow.to(case.q.dtype) * scale for narrow in bytes_of[1:]]
+    return replace(case, cache=bytes_of[0], rows=rows, cache_scale=cache_scale)
+
+
+@library_runs(LIBRARIES, [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lens", ["decode", "all kinds"])
+def test_a_cache_of_e4m3(library: Library[PlanFunction], device: str, dtype: torch.dtype, lens: str) -> None:
+    """Nothing but the cache is narrow: the truth is of its values. A scale of 2^k leaves them exact in every dtype."""
+    case = narrowed(make_case(STEPS[lens], dtype, device), 0.5)
+    check_error(attend(case, library), dense(case, torch.float64), dense(case, dtype))
+
+
+@library_runs(LIBRARIES, [torch.float32])
+def test_any_scale_of_the_cache(library: Library[PlanFunction], device: str, dtype: torch.dtype) -> None:
+    case = narrowed(make_case(STEPS["all kinds"], dtype, device), 0.3)
+    assert case.cache_scale is not None
+    out = attend(case, library)
+    check_error(out, dense(case, torch.float64), dense(case, dtype))
+    case.cache_scale.mul_(1.1)
+    assert (attend(case, library) - out).abs().max() > 1e-3, "it is read anew"
 
 
 @library_runs(LIBRARIES, [torch.float64, torch.float32, torch.bfloat16])
@@ -183,7 +211,8 @@ def test_parts_of_sequences_and_heads_change_nothing(
     torch.testing.assert_close(attend(case, library), whole, rtol=0, atol=1e-5)
 
 
-def test_compiled_ahead_of_time() -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_compiled_ahead_of_time(narrow: bool) -> None:
     """Cached rows come by 16 bytes; the second product is a wide matrix instruction of Hopper, nothing spills."""
     from dist_infer.kernels.triton.mla_absorbed import _absorbed_kernel
 
@@ -191,10 +220,15 @@ def test_compiled_ahead_of_time() -> None:
     signature |= dict.fromkeys(("split_total", "split_largest", "split_weight_sum"), "*fp32")
     signature |= {"kv_lens": "*i32", "page_table": "*i32", "num_heads": "i32:16", "table_stride": "i32"}
     signature |= dict.fromkeys(("seq_stride", "head_stride", "slot_stride"), "i32:16")
-    constexprs = {"ROTATED_DIM": 64, "LATENT_DIM": 512, "BLOCK_SIZE": 16, "HEADS": 16, "KEYS": 32}
-    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512, "OVERLAP": True}
-    compiled = compile_ahead(_absorbed_kernel, signature, constexprs, num_warps=4, num_stages=5)
-    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+    constexprs: dict[str, object] = {"ROTATED_DIM": 64, "LATENT_DIM": 512, "BLOCK_SIZE": 16, "HEADS": 16, "KEYS": 32}
+    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512, "OVERLAP": True, "HAS_SCALE": narrow}
+    if narrow:
+        signature |= {"cache": "*fp8e4nv", "cache_scale": "*fp32"}
+    else:
+        constexprs["cache_scale"] = None
+    warps, stages = (8, 3) if narrow else (4, 5)
+    compiled = compile_ahead(_absorbed_kernel, signature, constexprs, num_warps=warps, num_stages=stages)
+    assert ("ld.global.v4" if narrow else "cp.async.cg.shared.global") in compiled.asm["ptx"]
     assert "wgmma" in compiled.asm["ptx"]
     assert compiled.spilled_bytes == 0
 
@@ -242,9 +276,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (case.q, case.cache[:, :L], case.kv_b),
         (case.q, case.cache, case.kv_b[..., :5]),
         (case.q.float(), case.cache, case.kv_b),
+        (case.q, case.cache.to(torch.float8_e4m3fn), case.kv_b),
     ):
         with pytest.raises(ValueError, match="don't fit a latent of 12 and 2 tokens"):
             planned(q, cache, kv_b)
+    with pytest.raises(ValueError, match="don't fit a latent of 12 and 2 tokens"):
+        planned(case.q, case.cache, case.kv_b, torch.ones(1))
 
 
 def test_each_phase_by_a_library_of_its_own() -> None:
