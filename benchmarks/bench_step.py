@@ -133,7 +133,7 @@ class Host:
         self._control = LocalControl(Alarm())
         self._agreement = Agreement(mesh, self._control, 0)
         cache = KVCache(MODEL, HeadShard(range(1), range(1)), 1, BLOCK_SIZE, torch.float32, CPU)
-        runner = Runner(None, cache, max_num_seqs=num_seqs, device=CPU)  # type: ignore[arg-type]
+        runner = Runner(None, cache, max_num_seqs=num_seqs, device=CPU, max_pages=num_blocks)  # type: ignore[arg-type]
         self._runner = StepRunner(runner, Sampler(SingleCollectives(), range(VOCAB_SIZE), VOCAB_SIZE))
         self._step = 0
         self.clock = Clock()

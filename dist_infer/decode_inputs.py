@@ -7,8 +7,9 @@ with room for M rows, and one copy from the host renews it. The rows behind the 
 slot, the spare state row), so whichever B the ranks agree on after the copy has been started, its rows are there, and
 padding costs no further copy. An inert row writes nowhere and reads nothing, so no block of the pool is set aside.
 
-The page table travels as it is, S rows of the pages in use, and is spread over its full width on the device. What a row
-has behind its length is left over from earlier steps: always a page of the pool, and nobody reads it.
+Pages travel as changes of the sequences' own tables (page_tables), whose rows are brought into the order of the step on
+the device, unless they are there already. A batch that has all of its pages brings them along. What a row has behind
+its length is left over from earlier steps: always a page of the pool, and nobody reads it.
 
 The tokens that sequences got last stand right before the ids that the host knows, so one gather gives every row its
 token, known to the host or not.
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.layers.step_inputs import StepInputs
+from dist_infer.page_tables import PageTables
 from dist_infer.row_options import HostOptions, RowOptions
-from dist_infer.types import Batch, BatchKind, Float64Array, Int32Array, Int64Array
-from dist_infer.upload import upload
+from dist_infer.types import Batch, BatchKind, Float64Array, Int32Array, Int64Array, PageChanges
+from dist_infer.upload import HostArray, upload
 
 # What a row that belongs to no sequence holds; the spare state row and the own cell of the token table are set besides.
 _INERT: Mapping[str, float] = MappingProxyType(
@@ -64,8 +66,8 @@ class DecodeInputs:
         self._num_real: Int32Array = self._header[-1:].view(np.int32)[:1]
         self._num_filled = M
         # Memory: the last token of each state row (one more than sequences: what belongs to none is written there and
-        # never read), the header in the order above, the pages in use.
-        num_words = M + 1 + len(self._header) + -(-M * max_pages // 2)
+        # never read), the header in the order above, cells and ids of pages that are new, or all pages.
+        num_words = M + 1 + len(self._header) + -(-M * max_pages // 2) + 2 * M
         memory = torch.zeros(num_words, dtype=torch.int64, device=device)
         self.last_token_ids = memory[: M + 1]
         self._token_table = memory[: 2 * M + 1]
@@ -80,6 +82,8 @@ class DecodeInputs:
         self._query_start = torch.arange(M + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(M, device=device)
         self._page_table = torch.zeros(M, max_pages, dtype=torch.int32, device=device)
+        self.page_tables = PageTables(max_num_seqs=M, max_pages=max_pages, device=device)
+        self._gathered: tuple[int, bytes] | None = None  # changes and state rows that the page table is made of
         self._make_inert(0)
         upload({"header": self._header}, device, into=self._sent)
 
@@ -96,9 +100,8 @@ class DecodeInputs:
         Stream: the current one; the host waits for nothing.
         Errors: ValueError when it has more pages than there is room for.
         """
-        S, num_pages = batch.page_table.shape
-        if num_pages > self._max_pages:
-            raise ValueError(f"a sequence has {num_pages} pages, but only {self._max_pages} are planned for")
+        S, changes = batch.num_seqs, batch.pages
+        self.page_tables.check(batch)
         columns = self._columns
         own_cells = np.arange(self.max_num_seqs + 1, self.max_num_seqs + 1 + S)
         columns["token_ids"][:S] = batch.token_ids
@@ -111,9 +114,23 @@ class DecodeInputs:
         self._kv_lens[:S] = batch.kv_lens
         self._num_real[0] = S if batch.kind is not BatchKind.NONE else 0  # a dummy's token is nobody's
         self._make_inert(S)
-        sent = upload({"header": self._header, "page_table": batch.page_table}, self._device, into=self._sent)
-        if num_pages:
-            self._page_table[:S, :num_pages] = sent["page_table"]
+        if isinstance(changes, PageChanges):
+            cells = self.page_tables.cells_of(changes)
+            arrays: dict[str, HostArray] = {"header": self._header, "cells": cells, "page_ids": changes.page_ids}
+            sent = upload(arrays, self._device, into=self._sent)
+            self.page_tables.apply(sent["cells"], sent["page_ids"])
+            self._gather(state_rows)
+        else:
+            sent = upload({"header": self._header, "page_table": changes}, self._device, into=self._sent)
+            self._page_table[:S, : batch.num_pages] = sent["page_table"]
+            self._gathered = None
+
+    def _gather(self, state_rows: Int64Array) -> None:
+        wanted = self.page_tables.num_applied, state_rows.tobytes()
+        if wanted != self._gathered:
+            S = len(state_rows)
+            self.page_tables.gather(self._on_device["state_rows"][:S], self._page_table[:S])
+            self._gathered = wanted
 
     def step_inputs(self, num_rows: int, host_kv_lens: Int32Array | None = None) -> StepInputs:
         """The first rows as the model's inputs, which read whatever has been filled in by then.

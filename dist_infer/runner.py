@@ -4,6 +4,9 @@ The last sampled token of each sequence stays on the device, in the sequence's s
 say -1 for a token that the step in flight samples: `prepare` of the next step puts it in, in stream order, and no
 host waits for it.
 
+So do the pages of each sequence: a batch of the scheduler brings what has changed of them, and each of its batches has
+to be prepared, in order.
+
 A runner with `decode_inputs` takes decode steps through them (`fill`, then `decode_inputs.step_inputs`), where a graph
 finds them; all other steps, and all steps of a runner without, come in tensors of their own (`prepare`).
 """
@@ -20,8 +23,9 @@ from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kv_cache import KVCache
 from dist_infer.layers.step_inputs import StepInputs
 from dist_infer.models.decoder import LayerCache
+from dist_infer.page_tables import PageTables
 from dist_infer.row_options import HostOptions
-from dist_infer.types import Batch, Int64Array
+from dist_infer.types import Batch, Int64Array, PageChanges
 from dist_infer.upload import HostArray, upload
 
 
@@ -47,13 +51,20 @@ class Runner:
         *,
         max_num_seqs: int,
         device: torch.device,
+        max_pages: int | None = None,
         decode_inputs: DecodeInputs | None = None,
     ) -> None:
+        """`max_pages` of a sequence, None: as many as the cache has."""
         self.model = model
         self.kv_cache = kv_cache
         self.decode_inputs = decode_inputs
         self._device = device
         self._max_num_seqs = max_num_seqs
+        self._page_tables = (
+            PageTables(max_num_seqs=max_num_seqs, max_pages=max_pages or kv_cache.num_blocks, device=device)
+            if decode_inputs is None
+            else decode_inputs.page_tables
+        )
         # One row more than sequences: what belongs to none is written there and never read.
         self.last_token_ids = (
             torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -91,18 +102,19 @@ class Runner:
     def prepare_with(self, batch: Batch, more: Mapping[str, HostArray]) -> tuple[StepInputs, dict[str, Tensor]]:
         """The same, and `more` arrays on the device by the same copy."""
         unknown = np.flatnonzero(batch.token_ids < 0)
+        state_rows = self._kept_rows(batch)
         sent = upload(
             {
                 "token_ids": batch.token_ids,
                 "positions": batch.positions,
                 "slots": batch.slots,
                 "logit_rows": batch.logit_rows,
-                "logit_state_rows": self._kept_rows(batch)[batch.logit_seqs],
+                "logit_state_rows": state_rows[batch.logit_seqs],
                 "unknown": unknown,
                 "unknown_state_rows": self._state_rows_of_tokens(batch, unknown),
                 "query_start": batch.query_start,
                 "kv_lens": batch.kv_lens,
-                "page_table": batch.page_table,
+                **self._sent_pages(batch, state_rows),
                 **{f"more {name}": array for name, array in more.items()},
             },
             self._device,
@@ -113,7 +125,7 @@ class Runner:
         paged = PagedStep(
             query_start=sent["query_start"],
             kv_lens=sent["kv_lens"],
-            page_table=sent["page_table"],
+            page_table=self._page_table(batch, sent),
             block_size=self.kv_cache.block_size,
             host_query_start=batch.query_start,
             host_kv_lens=batch.kv_lens,
@@ -162,6 +174,21 @@ class Runner:
         Ranks: local.
         """
         self.last_token_ids.index_copy_(0, inputs.logit_state_rows, token_ids)
+
+    def _sent_pages(self, batch: Batch, state_rows: Int64Array) -> dict[str, HostArray]:
+        if not isinstance(batch.pages, PageChanges):
+            return {"page_table": batch.pages}
+        self._page_tables.check(batch)
+        if self._device.type == "cpu":
+            return {"page_table": self._page_tables.on_host(batch.pages, state_rows)}
+        cells = self._page_tables.cells_of(batch.pages)
+        return {"cells": cells, "page_ids": batch.pages.page_ids, "state_rows": state_rows}
+
+    def _page_table(self, batch: Batch, sent: Mapping[str, Tensor]) -> Tensor:
+        if "page_table" in sent:
+            return sent["page_table"]
+        self._page_tables.apply(sent["cells"], sent["page_ids"])
+        return self._page_tables.of_rows(sent["state_rows"], batch.num_pages)
 
     def _kept_rows(self, batch: Batch) -> Int64Array:
         """The state row of each sequence; the spare one for a sequence that has none."""

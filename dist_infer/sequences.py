@@ -8,7 +8,7 @@ import numpy as np
 
 from dist_infer.config import SchedulerConfig
 from dist_infer.pages import chain_hash
-from dist_infer.types import Batch, BatchKind, Int32Array, Int64Array, Request, SamplingParams
+from dist_infer.types import Batch, BatchKind, Int32Array, Int64Array, PageChanges, Request, SamplingParams
 
 _UNKNOWN_TOKEN = -1
 _NO_PAGE = -1
@@ -150,6 +150,7 @@ class Rows:
         self._block_size = config.block_size
         self._free = list(range(config.max_num_seqs))  # a heap: the smallest row first
         self._pages = np.full((config.max_num_seqs, max_pages), _NO_PAGE, np.int32)
+        self._new_pages: list[tuple[int, int, list[int]]] = []  # row, first column, pages: since the last batch
         self._temperature = np.zeros(config.max_num_seqs, np.float64)
         self._top_k = np.zeros(config.max_num_seqs, np.int32)
         self._top_p = np.ones(config.max_num_seqs, np.float64)
@@ -177,11 +178,13 @@ class Rows:
     def give_back(self, row: int, num_pages: int) -> None:
         """The row of a sequence that has left; its first `num_pages` pages were set."""
         self._pages[row, :num_pages] = _NO_PAGE
+        self._new_pages = [new for new in self._new_pages if new[0] != row]
         heappush(self._free, row)
 
     def set_pages(self, row: int, first: int, blocks: list[int]) -> None:
         """More blocks for a sequence, from its page `first` on."""
         self._pages[row, first : first + len(blocks)] = blocks
+        self._new_pages.append((row, first, blocks))
 
     def fill(self, plan: Plan) -> Batch:
         """The batch of a plan, before the plan's sequences are advanced."""
@@ -211,7 +214,7 @@ class Rows:
             slots=pages.astype(np.int64) * self._block_size + positions % self._block_size,
             query_start=query_start,
             kv_lens=ends.astype(np.int32),
-            page_table=self._pages[rows, : ceil_div(int(ends.max()), self._block_size)],
+            pages=self._take_changes(ceil_div(int(ends.max()), self._block_size)),
             state_rows=rows,
             logit_rows=query_start[1:][logit_seqs].astype(np.int64) - 1,
             logit_seqs=logit_seqs,
@@ -220,6 +223,17 @@ class Rows:
             top_p=self._top_p[logit_state_rows],
             seeds=self._seeds[logit_state_rows],
             draw_positions=ends[logit_seqs],
+        )
+
+    def _take_changes(self, num_pages: int) -> PageChanges:
+        new, self._new_pages = self._new_pages, []
+        lens = [len(blocks) for _, _, blocks in new]
+        columns = [column for _, first, blocks in new for column in range(first, first + len(blocks))]
+        return PageChanges(
+            rows=np.repeat(np.array([row for row, _, _ in new], np.int32), lens),
+            columns=np.array(columns, np.int32),
+            page_ids=np.array([block for _, _, blocks in new for block in blocks], np.int32),
+            num_pages=num_pages,
         )
 
     def _kind_of(

@@ -251,16 +251,23 @@ def build_step_runner(
     Ranks: local.
     Errors: UsageError when the device has no room for the cache.
     """
-    decode_inputs = None
+    decode_inputs, max_pages = None, -(-config.max_model_len // config.block_size)
     if device.type == "cuda":
         decode_inputs = DecodeInputs(
             max_num_seqs=config.max_num_seqs,
-            max_pages=-(-config.max_model_len // config.block_size),
+            max_pages=max_pages,
             block_size=config.block_size,
             device=device,
         )
     kv_cache = KVCache(model.config, heads, config.num_kv_blocks, config.block_size, cache_dtype or dtype, device)
-    runner = Runner(model, kv_cache, max_num_seqs=config.max_num_seqs, device=device, decode_inputs=decode_inputs)
+    runner = Runner(
+        model,
+        kv_cache,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        max_pages=max_pages,
+        decode_inputs=decode_inputs,
+    )
     sampler = Sampler.choosing(
         tp,
         model.vocab_range,

@@ -172,12 +172,25 @@ class ScoreRows:
         return len(self.logit_rows) + len(self.token_rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageChanges:
+    """The pages that sequences have got since the batch before: no cell of a state row and a column comes twice.
+
+    Whoever runs batches keeps the pages of each state row. A sequence that starts in a row gets all of its pages anew.
+    """
+
+    rows: Int32Array  # [C] state rows
+    columns: Int32Array  # [C] which page of the sequence
+    page_ids: Int32Array  # [C]
+    num_pages: int  # P, of the longest sequence of the batch
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """One step of one group as a structure of arrays.
 
     Sequences stand one after another; sequence s owns token rows query_start[s]:query_start[s+1]. A flat KV slot is
-    page id * block size + offset.
+    page id * block size + offset. The pages are there in full or, from the scheduler, by their changes.
     """
 
     kind: BatchKind
@@ -187,7 +200,7 @@ class Batch:
     slots: Int64Array  # [T] where the token's KV is written; -1: nowhere
     query_start: Int32Array  # [S + 1]
     kv_lens: Int32Array  # [S] tokens that attention sees: cached ones + this step's
-    page_table: Int32Array  # [S, P] page ids, -1 beyond a sequence's pages
+    pages: Int32Array | PageChanges  # [S, P] page ids, -1 beyond a sequence's pages
     state_rows: (
         Int32Array  # [S] the runner's row that keeps the last sampled token of a sequence, < max_num_seqs; -1: none
     )
@@ -214,6 +227,11 @@ class Batch:
         """S."""
         return len(self.request_ids)
 
+    @property
+    def num_pages(self) -> int:
+        """P."""
+        return self.pages.num_pages if isinstance(self.pages, PageChanges) else self.pages.shape[1]
+
     @classmethod
     def dummy(cls) -> "Batch":
         """One token that attends to nothing and is written nowhere: what a group without tokens runs (rule 6)."""
@@ -225,7 +243,7 @@ class Batch:
             slots=np.full(1, -1, np.int64),
             query_start=np.array([0, 1], np.int32),
             kv_lens=np.zeros(1, np.int32),
-            page_table=np.zeros((1, 0), np.int32),
+            pages=np.zeros((1, 0), np.int32),
             state_rows=np.full(1, -1, np.int32),
             logit_rows=np.zeros(1, np.int64),
             logit_seqs=np.zeros(1, np.int32),

@@ -45,7 +45,7 @@ def make_batch(
         slots=np.full(num_tokens, -1, np.int64),
         query_start=query_start,
         kv_lens=kv_lens.astype(np.int32),
-        page_table=np.zeros((num_seqs, -(-int(kv_lens.max()) // block_size)), np.int32),
+        pages=np.zeros((num_seqs, -(-int(kv_lens.max()) // block_size)), np.int32),
         state_rows=np.full(num_seqs, -1, np.int32),
         logit_rows=query_start[1:].astype(np.int64) - 1,
         logit_seqs=np.arange(num_seqs, dtype=np.int32),
@@ -86,9 +86,12 @@ def mixed_batch(config: SchedulerConfig) -> Batch:
 def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
     """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling.
 
-    And prompts of every power of two: one lies in each range of sizes for which a kernel has tiles of its own.
+    And prompts, and numbers of sequences, of every power of two: one lies in each range of sizes for which a kernel has
+    tiles of its own.
     """
     shapes = [[(1, 1)], [(1, 2)], [(3, 3)], [(16, 16)], [(16, 32)], [(5, 12), (1, 9)], [(1, 9)] * 3, [(1, 9)] * 16]
+    for power in range(2, config.max_num_seqs.bit_length()):
+        shapes.append([(2, 9)] + [(1, 9)] * ((1 << power) - 1))
     for power in range(5, config.max_num_tokens.bit_length()):
         starts = range(0, 1 << power, config.max_model_len)
         lens = [min(config.max_model_len, (1 << power) - start) for start in starts]

@@ -42,7 +42,7 @@ def make_batch(parts: Sequence[Part], *, block_size: int) -> Batch:
         slots=np.concatenate(slots),
         query_start=query_start,
         kv_lens=np.array([part.start + n for part, n in zip(parts, lens, strict=True)], np.int32),
-        page_table=page_table,
+        pages=page_table,
         state_rows=np.array([part.state_row for part in parts], np.int32),
         logit_rows=query_start[1:][logit_seqs].astype(np.int64) - 1,
         logit_seqs=logit_seqs,

@@ -6,14 +6,26 @@ too early or written while shared is found when it is read, even where the next 
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
 from dist_infer.config import SchedulerConfig
 from dist_infer.scheduler import Scheduler, batch_digest
-from dist_infer.types import Admission, Batch, BatchKind, FinishReason, Int64Array, News, Request, StepOutput
+from dist_infer.types import (
+    Admission,
+    Batch,
+    BatchKind,
+    FinishReason,
+    Int32Array,
+    Int64Array,
+    News,
+    PageChanges,
+    Request,
+    StepOutput,
+)
+from tests.page_mirror import PageMirror
 
 _MODULUS = 2**61 - 1
 
@@ -54,6 +66,7 @@ class FakeModel:
         self._sampled = [-1] * config.max_num_seqs
 
     def launch(self, batch: Batch) -> Int64Array:
+        """`batch` has all of its pages."""
         prefixes = [self._read(batch, seq) for seq in range(batch.num_seqs)]  # before this step writes anything
         for seq, (first, last) in enumerate(spans(batch)):
             row = int(batch.state_rows[seq])
@@ -70,7 +83,7 @@ class FakeModel:
         """The KV that a sequence has from earlier steps, slot by slot."""
         first, last = spans(batch)[seq]
         history_len = int(batch.kv_lens[seq]) - (last - first)
-        pages = batch.page_table[seq].tolist()
+        pages = table(batch)[seq].tolist()
         return [
             self._kv.get(pages[position // self._block_size] * self._block_size + position % self._block_size)
             for position in range(history_len)
@@ -79,6 +92,11 @@ class FakeModel:
     def _read(self, batch: Batch, seq: int) -> int:
         history = self.history(batch, seq)
         return (history[-1] or 0) if history else 0
+
+
+def table(batch: Batch) -> Int32Array:
+    assert not isinstance(batch.pages, PageChanges)
+    return batch.pages
 
 
 def spans(batch: Batch) -> list[tuple[int, int]]:
@@ -101,11 +119,13 @@ class Driver:
     aborted: set[int] = field(default_factory=set)
     batches: list[Batch | None] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+    full_batches: list[Batch | None] = field(default_factory=list)  # those above with all of their pages
     in_flight: deque[tuple[Batch, Int64Array] | None] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, group=0)
         self.model = FakeModel(self.config, self.vocab_size)
+        self.mirror = PageMirror(self.config.max_num_seqs, self.config.num_kv_blocks)
 
     def step(self, *requests: Request, aborts: Sequence[int] = (), drain: bool = False) -> Batch | None:
         """One step; what it scheduled."""
@@ -119,9 +139,11 @@ class Driver:
         batch = self.scheduler.schedule()
         self.batches.append(batch)
         self.digests.append(batch_digest(batch) if batch else 0)
-        if batch is not None:
-            self._check(batch)
-        self.in_flight.append((batch, self.model.launch(batch)) if batch is not None else None)
+        full = None if batch is None else replace(batch, pages=self.mirror.table_of(batch))
+        if full is not None:
+            self._check(full)
+        self.full_batches.append(full)
+        self.in_flight.append((batch, self.model.launch(full)) if batch is not None and full is not None else None)
         if len(self.in_flight) > self.config.depth:
             self.collect()
         return batch
@@ -161,7 +183,7 @@ class Driver:
         assert len(set(batch.request_ids.tolist())) == batch.num_seqs
         assert len(set(batch.state_rows.tolist())) == batch.num_seqs
         assert batch.state_rows.min() >= 0 and batch.state_rows.max() < self.config.max_num_seqs
-        assert batch.page_table.shape[1] * self.config.block_size >= batch.kv_lens.max()
+        assert batch.num_pages * self.config.block_size >= batch.kv_lens.max()
         assert not set(batch.request_ids.tolist()) & (self.aborted | set(self.finished)), "scheduled after the end"
         for seq, check in (
             (seq, check) for seq in range(batch.num_seqs) for check in (self._check_rows, self._check_kv)
@@ -195,7 +217,7 @@ class Driver:
         block_size = self.config.block_size
         for idx in range(first, last):
             page, offset = divmod(int(batch.positions[idx]), block_size)
-            assert batch.slots[idx] == batch.page_table[seq, page] * block_size + offset
+            assert batch.slots[idx] == table(batch)[seq, page] * block_size + offset
         history = self.model.history(batch, seq)
         prefix, tokens = 0, iter([*request.prompt_ids, *self.expected[request.request_id][0]])
         for position, stored in enumerate(history):
@@ -206,14 +228,15 @@ class Driver:
     def _check_writes(self, batch: Batch) -> None:
         """No block that this step writes belongs to another sequence of this step or of one still in flight."""
         owner = dict(self._pages(batch, written=True))
-        steps = [batch, *(entry[0] for entry in self.in_flight if entry is not None)]
+        in_flight = self.full_batches[len(self.full_batches) - len(self.in_flight) :]
+        steps = [batch, *(earlier for earlier in in_flight if earlier is not None)]
         for page, request_id in (pair for step in steps for pair in self._pages(step, written=False)):
             if owner.get(page, request_id) != request_id:
                 raise ContentError(f"block {page} is written by {owner[page]} and held by {request_id}")
 
     def _pages(self, batch: Batch, *, written: bool) -> Iterator[tuple[int, int]]:
         for seq, (first, last) in enumerate(spans(batch)):
-            pages = batch.slots[first:last] // self.config.block_size if written else batch.page_table[seq]
+            pages = batch.slots[first:last] // self.config.block_size if written else table(batch)[seq]
             yield from ((page, int(batch.request_ids[seq])) for page in set(pages.tolist()) if page >= 0)
 
     def _kind(self, batch: Batch, seq: int) -> BatchKind:

@@ -1,21 +1,25 @@
 """Checkpoints of all families with the shapes of heads that real ones have, and runners of them on a GPU."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from dist_infer.checkpoint.folder import open_model_folder
 from dist_infer.comm.collectives import SingleCollectives
-from dist_infer.comm.mesh import split_heads
+from dist_infer.comm.mesh import Mesh, split_heads
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture
 from dist_infer.models.decoder import Decoder
+from dist_infer.shard import load_shard, plan_shard
 from dist_infer.step_runner import StepRunner, build_step_runner
 from tests.tiny_families import make_tiny
 from tests.tiny_models import make_tiny_llama
 
+MODELS = Path(__file__).parent / "data" / "models"  # config.json of real ones
 _GROUPED: Mapping[str, Any] = MappingProxyType(
     {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 )
@@ -41,6 +45,16 @@ def make_real_shaped(folder: Path, family: str) -> Path:
     if family == "llama":
         return make_tiny_llama(folder, 32, 8, head_dim=128, intermediate_size=192, std=0.08)
     return make_tiny(folder, family, std=0.08, **REAL_SHAPES[family])
+
+
+def make_cut_step_runner(folder: Path, config: SchedulerConfig, *, graph_sizes: Sequence[int]) -> StepRunner:
+    """Of the model in config.json, cut to its first two layers, in bfloat16 with dummy weights."""
+    whole = open_model_folder(folder, weights=False)
+    cut = replace(whole, config={**whole.config, "num_hidden_layers": 2})
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = plan_shard(cut, Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
+    shard = load_shard(plan, SingleCollectives(), dummy_seed=0, on_tensor=lambda _: None)
+    return make_step_runner(shard.model, config, torch.bfloat16, graph_sizes=graph_sizes)
 
 
 def make_step_runner(

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ def noted_compiles() -> Iterator[list[str]]:
 
     noted: list[str] = []
 
-    def note(*, repr: str, **_: object) -> None:
-        noted.append(f"triton {repr}")
+    def note(*, fn: Any, compile: Mapping[str, Any], **_: object) -> None:
+        noted.append(f"triton {fn.name} {compile['signature']} {compile['constants']} {compile['configs']}")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(knobs.runtime, "jit_cache_hook", note)

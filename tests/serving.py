@@ -198,7 +198,7 @@ def prefill_batch(token_ids: Sequence[int]) -> Batch:
         slots=rows,
         query_start=np.array([0, T], np.int32),
         kv_lens=np.array([T], np.int32),
-        page_table=np.arange(-(-T // 16), dtype=np.int32)[None],
+        pages=np.arange(-(-T // 16), dtype=np.int32)[None],
         state_rows=np.zeros(1, np.int32),
         logit_rows=rows,
         logit_seqs=np.zeros(T, np.int32),

@@ -27,7 +27,7 @@ from dist_infer.warmup import make_batch as make_step_batch
 from dist_infer.warmup import run_step, warm_up
 from tests.batches import Part, make_batch
 from tests.fake_collectives import run_mesh
-from tests.gpu_models import REAL_SHAPES, make_real_shaped, make_step_runner
+from tests.gpu_models import MODELS, REAL_SHAPES, make_cut_step_runner, make_real_shaped, make_step_runner
 from tests.late_compiles import noted_compiles
 from tests.step_loop import StepLoop, alone
 from tests.tiny_models import fill, load_tiny_model, read_config, safetensors_torch
@@ -207,8 +207,11 @@ def memory_taken() -> tuple[int, ...]:
     return torch.cuda.memory_reserved(), stats["num_device_alloc"], stats["num_device_free"], stats["num_alloc_retries"]
 
 
-@pytest.mark.parametrize("num_steps", [400, pytest.param(20_000, marks=pytest.mark.soak)], ids=["short", "long"])
-@pytest.mark.parametrize("sizes", [SIZES, SIZES[:-1]], ids=["all sizes", "largest batch eager"])
+@pytest.mark.parametrize(
+    ("num_steps", "sizes"),
+    [(400, SIZES), (400, SIZES[:-1]), pytest.param(20_000, SIZES, marks=pytest.mark.soak)],
+    ids=["short", "largest batch eager", "long"],
+)
 def test_memory_and_graphs_stay_as_they_were_after_the_warm_up(
     llama: Path, num_steps: int, sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,7 +222,7 @@ def test_memory_and_graphs_stay_as_they_were_after_the_warm_up(
     loop = StepLoop(step_runner, CONFIG, wait)
     next_id, before = 0, memory_taken()
     with noted_compiles() as late:
-        while loop.num_steps < num_steps // 2:  # of each of the two cases
+        while loop.num_steps < num_steps:
             if loop.scheduler.live < 8:
                 loop.admit(make_requests(5, first_id=next_id))
                 next_id += 5
@@ -252,42 +255,56 @@ def test_a_step_that_planned_memory_does_not_hold_is_an_error(llama: Path) -> No
     assert memory_taken() == before
 
 
-LATE = SchedulerConfig(
-    max_model_len=2048, max_num_seqs=40, max_num_tokens=1200, block_size=16, num_kv_blocks=300, depth=1
-)
 WAYS = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 7, 1.0), (1.2, 40, 0.8), (1.0, 0, 0.95)]
 
 
-def random_batch(random: np.random.Generator) -> Batch:
-    """Decodes, prompts and chunks of prompts of any lengths, within the limits of LATE."""
+def random_batch(config: SchedulerConfig, random: np.random.Generator) -> Batch:
+    """Decodes, prompts and chunks of prompts of any lengths, within the limits."""
     parts: list[tuple[int, int]] = []
-    num_left, num_seqs = LATE.max_num_tokens, int(random.integers(1, LATE.max_num_seqs + 1))
-    only_decodes = random.random() < 0.4
+    num_left, num_seqs = config.max_num_tokens, int(2 ** random.uniform(0, np.log2(config.max_num_seqs)))
+    only_decodes = random.random() < 0.3
+    longest = np.log2(config.max_num_tokens)
     while len(parts) < num_seqs and num_left:
-        new = 1 if only_decodes or random.random() < 0.5 else min(num_left, int(2 ** random.uniform(0, 10.3)))
+        new = 1 if only_decodes or random.random() < 0.5 else min(num_left, int(2 ** random.uniform(0, longest)))
         history = int(2 ** random.uniform(0, 10)) if random.random() < 0.7 or only_decodes else 0
-        parts.append((new, min(new + history, LATE.max_model_len)))
+        parts.append((new, min(new + history, config.max_model_len)))
         num_left -= new
     ways = [WAYS[idx] for idx in random.integers(len(WAYS), size=int(random.integers(1, 4)))]
-    return make_step_batch(parts, block_size=LATE.block_size, ways=ways)
+    return make_step_batch(parts, block_size=config.block_size, ways=ways)
+
+
+def serve_anything(step_runner: StepRunner, config: SchedulerConfig) -> None:
+    """Steps of all kinds and sizes, eager and as graphs, and requests with every option of sampling."""
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        run_step(step_runner, random_batch(config, random), world_size=1)
+    StepLoop(step_runner, config, wait).serve(make_requests(12))
+    options: dict[str, Any] = {"logprobs": 3, "min_p": 0.1, "logit_bias": ((3, 2.0),), "frequency_penalty": 0.5}
+    sampling = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=2, **options)
+    StepLoop(step_runner, config, wait).serve(
+        [Request(request_id=idx, prompt_ids=tuple(PROMPTS[idx]), sampling=sampling) for idx in range(3)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_nothing_is_compiled_once_the_warm_up_is_over(folder: Path, dtype: torch.dtype) -> None:
-    """Steps of all kinds and sizes, eager and as graphs, and requests with every option of sampling."""
+    config = replace(CONFIG, max_model_len=2048, max_num_seqs=40, max_num_tokens=1200, num_kv_blocks=300)
     model = load_tiny_model(folder, dtype=dtype, device="cuda")
-    step_runner = make_step_runner(model, LATE, dtype, graph_sizes=default_sizes(LATE.max_num_seqs))
-    warm_up(step_runner, LATE, world_size=1, on_progress=lambda _: None)
-    random = np.random.default_rng(0)
+    step_runner = make_step_runner(model, config, dtype, graph_sizes=default_sizes(config.max_num_seqs))
+    warm_up(step_runner, config, world_size=1, on_progress=lambda _: None)
     with noted_compiles() as late:
-        for _ in range(100):
-            run_step(step_runner, random_batch(random), world_size=1)
-        StepLoop(step_runner, LATE, wait).serve(make_requests(12))
-        options: dict[str, Any] = {"logprobs": 3, "min_p": 0.1, "logit_bias": ((3, 2.0),), "frequency_penalty": 0.5}
-        sampling = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=2, **options)
-        StepLoop(step_runner, LATE, wait).serve(
-            [Request(request_id=idx, prompt_ids=tuple(PROMPTS[idx]), sampling=sampling) for idx in range(3)]
-        )
+        serve_anything(step_runner, config)
+    assert not late, "\n".join(dict.fromkeys(late))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
+def test_nothing_is_compiled_late_in_real_sizes(name: str) -> None:
+    """Of every layer but two of each kind; kernels have tiles by the sizes of matrices and vocabulary."""
+    config = replace(CONFIG, max_model_len=4096, max_num_seqs=128, max_num_tokens=4096, num_kv_blocks=600)
+    step_runner = make_cut_step_runner(MODELS / name, config, graph_sizes=default_sizes(config.max_num_seqs))
+    warm_up(step_runner, config, world_size=1, on_progress=lambda _: None)
+    with noted_compiles() as late:
+        serve_anything(step_runner, config)
     assert not late, "\n".join(dict.fromkeys(late))
 
 

@@ -13,8 +13,9 @@ from dist_infer.errors import RequestError, UsageError
 from dist_infer.pages import BlockPool, chain_hash
 from dist_infer.scheduler import Scheduler, batch_digest, check_fits
 from dist_infer.sequences import Plan, Sequence, State
-from dist_infer.types import Admission, Batch, BatchKind, News, Request, SamplingParams
+from dist_infer.types import Admission, Batch, BatchKind, News, PageChanges, Request, SamplingParams
 from tests.fake_model import ContentError, Driver, alone
+from tests.page_mirror import PageMirror
 
 CONFIG = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_tokens=32, block_size=4, num_kv_blocks=32)
 VOCAB_SIZE = 11
@@ -493,12 +494,22 @@ def test_the_digest_sees_every_field() -> None:
     assert batch is not None
     digests = {batch_digest(batch), batch_digest(replace(batch, kind=BatchKind.DECODE))}
     options = {"min_p", "edits", "scores"}  # test_step_options
-    names = {entry.name for entry in fields(Batch)} - {"kind", *options}
+    names = {entry.name for entry in fields(Batch)} - {"kind", "pages", *options}
     for name in names:
-        changed = getattr(batch, name).copy()
-        changed.flat[-1] += 1
-        digests.add(batch_digest(replace(batch, **{name: changed})))
-    assert len(digests) == 2 + len(names)
+        digests.add(batch_digest(replace(batch, **{name: changed(getattr(batch, name))})))
+    assert isinstance(batch.pages, PageChanges)
+    for name in ("rows", "columns", "page_ids"):
+        pages = replace(batch.pages, **{name: changed(getattr(batch.pages, name))})
+        digests.add(batch_digest(replace(batch, pages=pages)))
+    table = PageMirror(CONFIG.max_num_seqs, CONFIG.num_kv_blocks).table_of(batch)
+    digests |= {batch_digest(replace(batch, pages=pages)) for pages in (table, changed(table))}
+    assert len(digests) == 2 + len(names) + 3 + 2
+
+
+def changed(array: Any) -> Any:
+    other = array.copy()
+    other.flat[-1] += 1
+    return other
 
 
 def test_an_admission_leaves_blocks_to_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

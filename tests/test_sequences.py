@@ -5,7 +5,7 @@ import numpy as np
 from dist_infer.config import SchedulerConfig
 from dist_infer.pages import chain_hash
 from dist_infer.sequences import Plan, Rows, Sequence, ceil_div
-from dist_infer.types import BatchKind, Request, SamplingParams
+from dist_infer.types import Batch, BatchKind, PageChanges, Request, SamplingParams
 
 CONFIG = SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_tokens=16, block_size=4, num_kv_blocks=9)
 
@@ -19,6 +19,13 @@ def start(rows: Rows, request_id: int, prompt_ids: list[int], blocks: list[int],
     rows.set_pages(seq.row, 0, blocks)
     seq.blocks = blocks
     return seq
+
+
+def cells_of(batch: Batch) -> list[tuple[int, int, int]]:
+    """(state row, column, page) of the pages that are new."""
+    changes = batch.pages
+    assert isinstance(changes, PageChanges)
+    return list(zip(changes.rows.tolist(), changes.columns.tolist(), changes.page_ids.tolist(), strict=True))
 
 
 def test_a_mixed_batch() -> None:
@@ -39,14 +46,16 @@ def test_a_mixed_batch() -> None:
     assert batch.positions.tolist() == [5, 3, 4, 5, 6, 7, 8, 0, 1]
     assert batch.slots.tolist() == [9, 3, 4, 5, 6, 7, 12, 20, 21]
     assert batch.query_start.tolist() == [0, 1, 7, 9] and batch.kv_lens.tolist() == [6, 9, 2]
-    assert batch.page_table.tolist() == [[8, 2, -1], [0, 1, 3], [5, -1, -1]]
+    pages = batch.pages
+    assert isinstance(pages, PageChanges) and pages.num_pages == 3
+    assert cells_of(batch) == [(0, 0, 8), (0, 1, 2), (1, 0, 0), (1, 1, 1), (1, 2, 3), (2, 0, 5)]
     assert batch.logit_rows.tolist() == [0, 8] and batch.logit_seqs.tolist() == [0, 2]
     assert batch.temperature.tolist() == [0.5, 1.0] and batch.top_p.tolist() == [0.25, 1.0]
     assert batch.top_k.tolist() == [2**31 - 1, 0] and batch.seeds.tolist() == [-9, 0]
     assert batch.draw_positions.tolist() == [6, 2]
     dtypes = {name: getattr(batch, name).dtype for name in ("token_ids", "positions", "slots", "logit_rows", "seeds")}
     assert set(dtypes.values()) == {np.dtype(np.int64)}
-    narrow = (batch.query_start, batch.kv_lens, batch.page_table, batch.state_rows, batch.logit_seqs, batch.top_k)
+    narrow = (batch.query_start, batch.kv_lens, pages.page_ids, batch.state_rows, batch.logit_seqs, batch.top_k)
     assert {array.dtype for array in narrow} == {np.dtype(np.int32)}
 
 
@@ -58,7 +67,10 @@ def test_a_batch_does_not_change_with_what_comes_later() -> None:
     batch = rows.fill(plan)
     seq.tokens[:3] = 0
     rows.set_pages(seq.row, 0, [7])
-    assert batch.token_ids.tolist() == [1, 2, 3] and batch.page_table.tolist() == [[4]]
+    assert batch.token_ids.tolist() == [1, 2, 3] and cells_of(batch) == [(0, 0, 4)]
+    plan = Plan(budget=16)
+    plan.add(seq, 3)
+    assert cells_of(rows.fill(plan)) == [(0, 0, 7)], "only what is new"
 
 
 def test_the_smallest_row_is_taken_and_comes_back_clean() -> None:
@@ -72,7 +84,7 @@ def test_the_smallest_row_is_taken_and_comes_back_clean() -> None:
     rows.give_back(0, 2)
     plan = Plan(budget=1)
     plan.add(start(rows, 6, [1, 1], [8]), 1)
-    assert rows.fill(plan).page_table.tolist() == [[8]]
+    assert cells_of(rows.fill(plan)) == [(1, 0, 1), (0, 0, 8)], "nothing of rows that were given back"
 
 
 def test_kinds() -> None:

@@ -81,6 +81,11 @@ def test_prompts_of_every_power_of_two(max_model_len: int) -> None:
     assert prompts >= {1, 32, 64, 128, 256}
 
 
+def test_numbers_of_sequences_of_every_power_of_two() -> None:
+    batches = small_batches(limits(max_num_seqs=35, max_num_tokens=64))
+    assert {batch.num_seqs for batch in batches if batch.kind is BatchKind.EXTEND} >= {1, 2, 4, 8, 16, 32}
+
+
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_nothing_is_left_behind(tmp_path: Path, with_graphs: bool) -> None:
     config = limits()

@@ -88,7 +88,7 @@ def _columns(logits, row, column, row_stride, column_stride, inside):
     return tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "keys"])
 def _best_of_parts(
     logits,
     ids,
@@ -143,7 +143,7 @@ def _best_of_parts(
     tl.store(best_ids + out, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _best_of_row(part_scores, part_ids, scores, best_ids, num_parts, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
@@ -155,7 +155,7 @@ def _best_of_row(part_scores, part_ids, scores, best_ids, num_parts, TILE: tl.co
     tl.store(best_ids + row, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seeds", "positions"])
 def _row_keys(seeds, positions, keys, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows

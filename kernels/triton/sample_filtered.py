@@ -22,6 +22,7 @@ _REACH = tl.constexpr(8.0)  # a column at its end has the weight e^-8
 _COUNT_BLOCK = 1024
 _COUNT_PROGRAMS = 1056
 _TILE = 4096
+_OPTIONS = ["temperature", "top_k", "top_p", "min_p"]  # lie anywhere in a step's inputs
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _block_of_bins(logits, row, start, num_columns, row_stride, BLOCK: tl.conste
     return _bin(tl.load(logits + row * row_stride + column, mask=inside, other=0)), inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def _find_first(logits, temperature, top_k, top_p, min_p, sums, num_columns, part_len, row_stride, BLOCK: tl.constexpr):
     """The bin of each row's largest logit, as 65536 less it, so that it grows from zero."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,7 +87,7 @@ def _find_first(logits, temperature, top_k, top_p, min_p, sums, num_columns, par
         tl.atomic_max(sums + 2 * row, (65536 - first_bin).to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def _count(
     logits, temperature, top_k, top_p, min_p, counts, sums, num_columns, part_len, row_stride, BLOCK: tl.constexpr
 ):
@@ -124,7 +125,7 @@ def _candidates(held, bins, last_bin, last_count, weight, floor):
     return tl.where(weight >= floor, tl.where(bins < last_bin, held, tl.where(bins == last_bin, last_count, 0)), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def _find_cuts(
     logits,
     temperature,
