@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 # Written with dashes; underscores read the same. Where a name has several of ours, a command has one of them.
-# Source: the command lines of vLLM and of trtllm-bench.
+# Source: the command lines of vLLM, of trtllm-bench and of torchrun.
 _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "-tp": ("--tp",),
@@ -27,6 +27,11 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--kv-cache-free-gpu-mem-fraction": ("--kv-memory-fraction",),
         "--num-gpu-blocks-override": ("--num-kv-blocks",),
         "--kv-cache-type": ("--kv-cache-dtype",),
+        "--quantization": ("--quantize",),
+        "--enforce-eager": ("--eager",),
+        "--cuda-graph-sizes": ("--graph-batch-sizes",),
+        "--cudagraph-capture-sizes": ("--graph-batch-sizes",),
+        "--disable-custom-all-reduce": ("--no-peer-memory",),
         "--tokens-per-block": ("--block-size",),
         "--no-enable-prefix-caching": ("--no-prefix-cache",),
         "--model-path": ("--model",),
@@ -42,6 +47,8 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--result-filename": ("--result",),
         "--random-input-len": ("--input-len",),
         "--random-output-len": ("--output-len",),
+        "--target-input-len": ("--input-len",),
+        "--target-output-len": ("--output-len",),
         "--sharegpt-output-len": ("--output-len",),
         "--random-range-ratio": ("--range-ratio",),
         "--random-prefix-len": ("--prefix-len",),
@@ -58,6 +65,17 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "--trust-remote-code": "code of a checkpoint is never run",
         "--pipeline-parallel-size": "a model is cut by --tp and --ep only",
         "--pp-size": "a model is cut by --tp and --ep only",
+        "--pp": "a model is cut by --tp and --ep only",
+        "-pp": "a model is cut by --tp and --ep only",
+        "--enable-chunked-context": "prompts are always computed in chunks of --max-num-tokens",
+        "--extra-llm-api-options": "options of a file come by --config, in TOML",
+        "--engine-dir": "there is no engine to build: --model is enough",
+        "--tokenizer": "the tokenizer is the one in the folder of --model",
+        "--download-dir": "nothing is downloaded",
+        "--node-rank": "start the ranks by mpirun or srun",
+        "--master-addr": "start the ranks by mpirun or srun",
+        "--master-port": "start the ranks by mpirun or srun",
+        "--rdzv-endpoint": "start the ranks by mpirun or srun",
         "--distributed-executor-backend": "start the ranks by mpirun or srun",
         "--nnodes": "start the ranks by mpirun or srun",
         "--dataset-name": "the file says itself what it holds",

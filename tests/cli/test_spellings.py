@@ -21,6 +21,8 @@ OF_BENCH = [setting.spelling for setting in settings(bench)]
         (["--max_num_seqs", "4"], "--max_num_seqs: here it is spelt --max-num-seqs"),
         (["--trust-remote-code"], "code of a checkpoint is never run"),
         (["--pp_size", "2"], "a model is cut by --tp and --ep only"),
+        (["--enforce-eager"], "here it is --eager"),
+        (["--rdzv_endpoint=h:1"], "start the ranks by mpirun or srun"),
     ],
 )
 def test_spellings_of_others(words: list[str], told: str) -> None:
