@@ -2,8 +2,8 @@
 
 Few pairs take one launch. A program takes an expert and needs nothing of the others: it counts the pairs of smaller
 experts and its own, which gives the place of its first pair, then writes its pairs in ascending order. Every program
-looks at all pairs, so many pairs take two launches: programs count the pairs of a chunk by expert, then each finds from
-all counts where its chunk's pairs of each expert go.
+looks at all pairs, so many pairs take three launches: programs count the pairs of a chunk by expert; a program for each
+expert finds from all counts where its pairs of each chunk begin; programs put the pairs of a chunk there.
 
 A block is up to M pairs of one expert. The blocks of expert e begin at (pairs before it + e (M - 1)) // M: that leaves
 room for its pairs in whole blocks, and needs no sum over other experts' blocks. What is left between is marked unused.
@@ -19,10 +19,10 @@ from torch import Tensor
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 _FEW_PAIRS = (512, 2048, 4096)  # up to so many take one launch; no more variants, each is a compilation
-_MIN_CHUNK = 256
-_MAX_CHUNKS = 128
-_CHUNKS = 16  # whose counts are read together
-_PAIRS = 64  # that are compared with all experts together
+_CHUNK = 256  # pairs
+_PAIRS = 64  # that are compared together with all experts, and with the pairs of their chunk
+_COUNTS = 4096  # that are read together, of several chunks and all experts
+_COLUMN = tl.constexpr(256)  # counts of one expert that are read together
 _TABLE = tl.constexpr(32)  # blocks that are written together
 
 
@@ -63,31 +63,25 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
             **overlapping(expert_ids),
         )
         return PairBlocks(order, table, firsts, block_len)
-    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_pairs, _MAX_CHUNKS)))
-    num_chunks = triton.cdiv(num_pairs, chunk)
+    num_chunks = triton.cdiv(num_pairs, _CHUNK)
     counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=expert_ids.device)
-    sizes = {
-        "NUM_EXPERTS": num_experts,
-        "EXPERTS": triton.next_power_of_2(num_experts),
-        "PAIRS": _PAIRS,
-        "CHUNK": chunk,
-    }
-    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=8, **overlapping(expert_ids))
-    _place_kernel[(num_chunks,)](
-        expert_ids,
+    starts = torch.empty_like(counts)
+    sizes = {"NUM_EXPERTS": num_experts, "num_warps": 8, **overlapping(expert_ids)}
+    experts = triton.next_power_of_2(num_experts)
+    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, EXPERTS=experts, PAIRS=_PAIRS, CHUNK=_CHUNK, **sizes)
+    _start_kernel[(num_experts,)](
         counts,
-        order,
+        starts,
         table,
         firsts,
-        num_pairs,
         num_blocks,
         num_chunks,
         block_len,
+        EXPERTS=experts,
+        CHUNKS=max(1, _COUNTS // experts),
         **sizes,
-        CHUNKS=_CHUNKS,
-        num_warps=8,
-        **overlapping(expert_ids),
     )
+    _place_kernel[(num_chunks,)](expert_ids, starts, order, num_pairs, PAIRS=_PAIRS, CHUNK=_CHUNK, **sizes)
     return PairBlocks(order, table, firsts, block_len)
 
 
@@ -139,51 +133,63 @@ def _count_kernel(
     tl.store(counts + tl.program_id(0) * NUM_EXPERTS + expert, total, mask=expert < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_chunks", "block_len"])
-def _place_kernel(
-    ids,
+@triton.jit(do_not_specialize=["num_blocks", "num_chunks", "block_len"])
+def _start_kernel(
     counts,
-    order,
+    starts,
     table,
     firsts,
-    num_pairs,
     num_blocks,
     num_chunks,
     block_len,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    own_chunk = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    total = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)
+    own = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)[None, :]
+    smaller = tl.zeros([CHUNKS, EXPERTS], tl.int32)
     for start in range(0, num_chunks, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)[:, None]
-        inside = (chunk < num_chunks) & (expert < NUM_EXPERTS)[None, :]
-        part = tl.load(counts + chunk * NUM_EXPERTS + expert[None, :], mask=inside, other=0)
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where(chunk < own_chunk, part, 0), 0)
-    first = tl.cumsum(total, 0) - total
-    if own_chunk == 0:
-        tl.store(firsts + expert, first, mask=expert < NUM_EXPERTS)
-        tl.store(firsts + expert + 1, first + total, mask=expert == NUM_EXPERTS - 1)
-    place = first + before
+        smaller += tl.load(counts + chunk * NUM_EXPERTS + expert, mask=(chunk < num_chunks) & (expert < own), other=0)
+    first = tl.sum(smaller)
+    end = first
+    for start in range(0, num_chunks, _COLUMN):
+        chunk = start + tl.arange(0, _COLUMN)
+        inside = chunk < num_chunks
+        column = tl.load(counts + chunk * NUM_EXPERTS + own, mask=inside, other=0)
+        tl.store(starts + chunk * NUM_EXPERTS + own, end + tl.cumsum(column, 0) - column, mask=inside)
+        end += tl.sum(column)
+    tl.store(firsts + own, first)
+    tl.store(firsts + NUM_EXPERTS, end, mask=own == NUM_EXPERTS - 1)
+    _write_blocks(table, num_blocks, own, first, end, block_len, NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_kernel(
+    ids,
+    starts,
+    order,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    earlier = tl.zeros([CHUNK, PAIRS], tl.int32)
     for start in range(0, CHUNK, PAIRS):
-        pair = own_chunk * CHUNK + start + tl.arange(0, PAIRS)
-        own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        match = (own[:, None] == expert[None, :]).to(tl.int32)
-        target = tl.sum(match * (tl.cumsum(match, 0) - 1 + place[None, :]), 1)
-        tl.store(order + target, pair, mask=(own >= 0) & (own < NUM_EXPERTS))
-        place += tl.sum(match, 0)
-    for own_expert in range(own_chunk, NUM_EXPERTS, num_chunks):
-        own_first = tl.sum(tl.where(expert == own_expert, first, 0))
-        own_end = own_first + tl.sum(tl.where(expert == own_expert, total, 0))
-        _write_blocks(table, num_blocks, own_expert, own_first, own_end, block_len, NUM_EXPERTS)
+        other = chunk * CHUNK + start + tl.arange(0, PAIRS)
+        expert = tl.load(ids + other, mask=other < num_pairs, other=-1).to(tl.int32)
+        earlier += ((own[:, None] == expert[None, :]) & (other[None, :] < pair[:, None])).to(tl.int32)
+    placed = (own >= 0) & (own < NUM_EXPERTS)
+    place = tl.load(starts + chunk * NUM_EXPERTS + own, mask=placed, other=0) + tl.sum(earlier, 1)
+    tl.store(order + place, pair, mask=placed)
 
 
 @triton.jit
