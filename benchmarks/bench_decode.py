@@ -152,8 +152,9 @@ class Served:
         uniform_routing: bool,
         place: Place | None = None,
         batches: Sequence[int] = BATCHES,
+        warms_up: bool = True,
     ) -> None:
-        """For `batches` of all groups together."""
+        """For `batches` of all groups together. Without the warm-up, prefills are not to be timed."""
         device = torch.device("cuda", torch.cuda.current_device())
         self.place = place or alone()
         started_s = time.perf_counter()

@@ -3,9 +3,10 @@
     python -m dist_infer.launch.mpirun -n 2 -- python -m benchmarks.bench_two_gpus [MODEL ...]
 
 Models are folders in tests/data/models; bench_decode says how a step is measured. First each GPU serves the model by
-itself, both at the same time; then they serve it together: one sequence on one group of two ranks (tp=2), and where
-there are experts 128 sequences on two groups that share them (dp=2 ep=2). A figure is that of the slower rank. The peer
-is one GPU with the same sequences in the same process: tokens a second grow as the time shrinks.
+itself, both at the same time; then they serve it together: one sequence on one group of two ranks (tp=2), which hold
+half of the experts each (ep=2) or half of each expert (ep=1), and 128 sequences on two groups that share the experts
+(dp=2 ep=2). A figure is that of the slower rank. The peer is one GPU with the same sequences in the same process:
+tokens a second grow as the time shrinks.
 
 Rows of models that are not named are kept as they are in the results.
 """
@@ -42,16 +43,17 @@ class Layout:
 
     name: str
     dp: int
+    ep: int
     batch: int
 
 
-ONE_GROUP = Layout("tp=2", 1, 1)
-TWO_GROUPS = Layout("dp=2 ep=2", 2, 128)
+DENSE = (Layout("tp=2", 1, 2, 1),)
+WITH_EXPERTS = (Layout("tp=2 ep=2", 1, 2, 1), Layout("tp=2 ep=1", 1, 1, 1), Layout("dp=2 ep=2", 2, 2, 128))
 
 
 def together(world: World, layout: Layout, config: ModelConfig) -> Place:
     """Both ranks serve one model. Ranks: collective over the world."""
-    mesh = Mesh.create(world=world.size, rank=world.rank, dp=layout.dp)
+    mesh = Mesh.create(world=world.size, rank=world.rank, dp=layout.dp, ep=layout.ep)
     axes = world.communicators(mesh)
     tp, everyone = open_peer_axes(
         axes,
@@ -79,14 +81,15 @@ def measure(name: str, world: World) -> Iterator[Row]:
     positions = max(config.max_position_embeddings, 2 * PREFILL)
     folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
     has_experts = config.moe is not None
-    layouts = (ONE_GROUP, TWO_GROUPS) if has_experts else (ONE_GROUP,)
-    served = Served(folder, uniform_routing=has_experts, batches=[layout.batch for layout in layouts])
-    one_us = {layout.batch: slowest(world, served.decode(layout.batch)[0]) for layout in layouts}
+    layouts = WITH_EXPERTS if has_experts else DENSE
+    batches = sorted({layout.batch for layout in layouts})
+    served = Served(folder, uniform_routing=has_experts, batches=batches, warms_up=False)
+    one_us = {batch: slowest(world, served.decode(batch)[0]) for batch in batches}
     del served
     for layout in layouts:
         free_memory()
         place = together(world, layout, config)
-        served = Served(folder, uniform_routing=has_experts, place=place, batches=[layout.batch])
+        served = Served(folder, uniform_routing=has_experts, place=place, batches=[layout.batch], warms_up=False)
         step_us, busy_us, gap_us = served.decode(layout.batch)
         yield Row(
             case=f"{name} bf16 {layout.name} context={CONTEXT} b={layout.batch}",

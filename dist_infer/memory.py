@@ -18,6 +18,13 @@ def free_bytes(device: torch.device, *, sharers: int) -> int:
     return min(_free_of_host(_MEMINFO), _free_of_cgroup(_CGROUP)) // sharers
 
 
+def num_sharers(device: torch.device, *, local_size: int, gpu_shared: bool) -> int:
+    """How many of the `local_size` ranks of this host share the memory of the device."""
+    if device.type == "cpu":
+        return local_size
+    return -(-local_size // torch.cuda.device_count()) if gpu_shared else 1
+
+
 def _free_of_host(meminfo: Path) -> int:
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):

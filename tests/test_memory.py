@@ -14,6 +14,14 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     assert memory.free_bytes(torch.device("cpu"), sharers=4) < alone / 3
 
 
+def test_ranks_with_a_gpu_each_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert memory.num_sharers(cpu, local_size=5, gpu_shared=False) == 5
+    assert memory.num_sharers(gpu, local_size=2, gpu_shared=False) == 1
+    assert memory.num_sharers(gpu, local_size=5, gpu_shared=True) == 3
+
+
 @pytest.mark.parametrize(("limit", "used", "free"), [("1000", 400, 600), ("1000", 1200, 0), ("max", 400, 2**62)])
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, limit: str, used: int, free: int) -> None:
     (tmp_path / "memory.max").write_text(f"{limit}\n")

@@ -15,7 +15,7 @@ from dist_infer.cli.peer_matrix import find_peers, measure_matrix
 from dist_infer.comm.mesh import Mesh
 from dist_infer.errors import ExitCode
 from dist_infer.launch.world import World, run_world
-from dist_infer.memory import free_bytes
+from dist_infer.memory import free_bytes, num_sharers
 
 Report = Mapping[str, Any]
 
@@ -46,13 +46,14 @@ def _examine(launcher: str | None, world: World) -> int:
 def describe(world: World) -> dict[str, object]:
     """What one rank knows of itself; JSON values."""
     on_gpu = world.device.type == "cuda"
+    sharers = num_sharers(world.device, local_size=world.local_size, gpu_shared=world.gpu_shared)
     return {
         "rank": world.rank,
         "host": world.host,
         "pid": os.getpid(),
         "device": str(world.device),
         "name": torch.cuda.get_device_name(world.device) if on_gpu else platform.machine(),
-        "free_bytes": free_bytes(world.device, sharers=world.local_size),
+        "free_bytes": free_bytes(world.device, sharers=sharers),
         "peers": _peers(world.device) if on_gpu else [],
         "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)),

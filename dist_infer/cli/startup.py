@@ -22,6 +22,7 @@ from dist_infer.graphs import CudaCapture, default_sizes
 from dist_infer.kernels.dispatch import Target
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.launch.world import World
+from dist_infer.memory import num_sharers
 from dist_infer.sampler import Sampler
 from dist_infer.shard import Shard, ShardPlan, load_shard, max_model_len, num_kv_blocks, plan_shard
 from dist_infer.step_runner import StepRunner, build_step_runner
@@ -128,19 +129,12 @@ def agree_on_limits(options: EngineOptions, plan: ShardPlan, shard: Shard, world
                 plan,
                 block_size=options.block_size,
                 memory_fraction=fraction,
-                sharers=_memory_sharers(world),
+                sharers=num_sharers(world.device, local_size=world.local_size, gpu_shared=world.gpu_shared),
                 reserved_bytes=reserved_bytes,
             )
 
         (num_blocks,) = world.all_min([stage(world, "size the KV cache", own_blocks)])
     return stage(world, "limits", lambda: _limits(options, plan, num_kv_blocks=num_blocks))
-
-
-def _memory_sharers(world: World) -> int:
-    """Ranks that share the memory of this rank's device."""
-    if world.device.type == "cpu":
-        return world.local_size
-    return -(-world.local_size // torch.cuda.device_count()) if world.gpu_shared else 1
 
 
 def _limits(options: EngineOptions, plan: ShardPlan, *, num_kv_blocks: int) -> SchedulerConfig:
