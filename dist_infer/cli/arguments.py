@@ -170,8 +170,9 @@ Quantize = Annotated[
     options.QuantizeOption,
     typer.Option(
         "--quantize",
-        help="Narrow format of the weights of linear layers outside of experts, made from the checkpoint's when they "
-        "are loaded; fp8 and fp8-block take narrow activations too. A weight whose width doesn't fit stays as it is.",
+        help="Narrow format of the weights of linear layers and, except for fp8, of experts, made from the checkpoint's "
+        "when they are loaded; fp8 and fp8-block take narrow activations too. A weight whose width doesn't fit stays "
+        "as it is.",
     ),
 ]
 Kernels = Annotated[
@@ -182,6 +183,14 @@ Kernels = Annotated[
         help="Libraries of an op, best first; may be given several times. linear=triton,torch: these and no others. "
         "linear=+triton,-torch: first triton, never torch. Attention has phases: mla_attention.generation=triton. "
         "What was chosen, and why, is logged at the start.",
+    ),
+]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Latent attention of a sequence has the same bits whatever else is in its step: it is cut at fixed "
+        "places. Slower for few sequences. Other layers may still multiply another number of rows in another order.",
     ),
 ]
 Device = Annotated[
