@@ -137,7 +137,7 @@ def kept_rows(device: torch.device, name: str) -> list[Row]:
 
 
 def run(names: list[str], world: World) -> int:
-    """Measures all models and writes after each. Ranks: collective over the world."""
+    """Measures all models and writes after each row. Ranks: collective over the world."""
     if world.size != 2 or world.device.type != "cuda" or world.gpu_shared:
         raise UsageError("bench_two_gpus needs two ranks with a GPU each")
     for name in names:
@@ -149,8 +149,7 @@ def run(names: list[str], world: World) -> int:
                 sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {gain:.2f} times the speed of one GPU\n")
                 sys.stdout.write(f"    {dict(row.peers)}, {dict(row.bounds)}\n")
                 sys.stdout.flush()
-        if world.rank == 0:
-            write_results(BENCH, sorted(rows, key=lambda row: row.case), device=world.device, num_devices=2)
+                write_results(BENCH, sorted(rows, key=lambda row: row.case), device=world.device, num_devices=2)
         free_memory()
     return ExitCode.DONE
 
