@@ -170,9 +170,9 @@ Quantize = Annotated[
     options.QuantizeOption,
     typer.Option(
         "--quantize",
-        help="Narrow format of the weights of linear layers and, except for fp8, of experts, made from the checkpoint's "
-        "when they are loaded; fp8 and fp8-block take narrow activations too. A weight whose width doesn't fit stays "
-        "as it is.",
+        help="Narrow format of the weights of linear layers and, except for fp8, of experts, made from the "
+        "checkpoint's when they are loaded; fp8 and fp8-block take narrow activations too. A weight whose width does "
+        "not fit stays as it is.",
     ),
 ]
 Kernels = Annotated[
