@@ -40,6 +40,7 @@ class ShardPlan:
     dtype: torch.dtype
     device: torch.device
     cache_dtype: torch.dtype  # of the KV cache
+    batch_invariant: bool = False
     kernel_orders: Mapping[str, str] = field(default_factory=dict)  # see kernels/orders
 
 
@@ -62,6 +63,7 @@ def plan_shard(
     device: torch.device,
     max_model_len: int | None = None,
     kv_cache_dtype: str = "auto",
+    batch_invariant: bool = False,
     kernel_orders: Mapping[str, str] | None = None,
 ) -> ShardPlan:
     """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
@@ -80,6 +82,11 @@ def plan_shard(
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
     if config.moe is not None:
         check_experts(config.moe, mesh)
+    if batch_invariant and config.mla is None:
+        raise UsageError(
+            f"--batch-invariant is for latent attention (DeepSeek-V2, V3): that of {config.architecture} cuts sequences"
+            " by the batch"
+        )
     return ShardPlan(
         folder=folder,
         config=config,
@@ -88,6 +95,7 @@ def plan_shard(
         dtype=getattr(torch, dtype),
         device=device,
         cache_dtype=_cache_dtype(kv_cache_dtype, config, getattr(torch, dtype)),
+        batch_invariant=batch_invariant,
         kernel_orders=kernel_orders or {},
     )
 
@@ -159,6 +167,7 @@ def load_shard(
         on_loaded=on_loaded,
         kernel_orders=plan.kernel_orders,
         cached_as=plan.cache_dtype,
+        batch_invariant=plan.batch_invariant,
         on_choice=note_choice,
     )
     slots = list(model.weight_slots())

@@ -8,7 +8,7 @@ S sequences, T tokens, N heads, L latent, R rotated, P plain and V value channel
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target, deferred, on_cute, on_triton
-from dist_infer.kernels.phases import Attend, plan_by_phase
+from dist_infer.kernels.phases import Attend, Plan, plan_by_phase
 from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
 
 _CUTE_PAGES = (16, 32, 64, 128)
 
 
 class PlanFunction(Protocol):
-    """(step, kv_lora_rank, scale) -> attend(q, cache, kv_b, cache_scale)."""
+    """(step, kv_lora_rank, scale, batch_invariant) -> attend(q, cache, kv_b, cache_scale)."""
 
-    def __call__(self, step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+    def __call__(self, step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
         """Plans a step whose sequences have been checked."""
         ...
 
@@ -35,6 +35,8 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
     sizes = geometry.get("kv_lora_rank"), geometry.get("rope_dim")
     if sizes != (512, 64):
         return f"takes latents of 512 and rotated keys of 64, not {sizes[0]} and {sizes[1]}"
+    if geometry.get("batch_invariant"):
+        return "cuts sequences by the batch"
     if geometry.get("cache_bytes", 2) != 2:
         return "takes caches of 16-bit numbers"
     if geometry.get("heads", 0) > 128:
@@ -44,6 +46,8 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
 
 def _on_latents_up_to_512(target: Target) -> str | None:
     latent_dim = target.geometry.get("kv_lora_rank", 0)
+    if target.geometry.get("batch_invariant") and target.dtype == torch.float32:
+        return "its products with kv_b in float32 depend on the batch"
     return on_triton(target) if latent_dim <= 512 else f"takes latents of up to 512, not {latent_dim}"
 
 
@@ -78,6 +82,7 @@ def plan_mla_attention(
     scale: float,
     library: Library[PlanFunction],
     generation: Library[PlanFunction] | None = None,
+    batch_invariant: bool = False,
 ) -> Attend:
     """The attention of one step as a function (q, cache, kv_b, cache_scale=None) -> out.
 
@@ -92,6 +97,8 @@ def plan_mla_attention(
     With a `cache_scale` the cache is E4M3 and its values are e4m3 * cache_scale. All products are those of a cache in
     the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
     e4m3 * cache_scale to the dtype of q.
+
+    With `batch_invariant` the bits of a sequence's result don't depend on the other sequences of its step.
 
     In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
@@ -111,11 +118,12 @@ def plan_mla_attention(
     capacity = step.page_table.shape[1] * step.block_size
     if (kv_lens > capacity).any():
         raise ValueError(f"mla_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table")
-    context = partial(library.function, kv_lora_rank=kv_lora_rank, scale=scale)
+    given: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "scale": scale, "batch_invariant": batch_invariant}
+    context: Plan = partial(library.function, **given)
     if generation is None or generation is library:
         planned = context(step)
     else:
-        planned = plan_by_phase(step, context, partial(generation.function, kv_lora_rank=kv_lora_rank, scale=scale))
+        planned = plan_by_phase(step, context, partial(generation.function, **given))
 
     def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
         cache_dtype = q.dtype if cache_scale is None else torch.float8_e4m3fn

@@ -102,6 +102,7 @@ def bench(
     dtype: arguments.DType = "auto",
     quantize: arguments.Quantize = "none",
     kernels: arguments.Kernels = (),  # type: ignore[assignment]  # the parser makes a list of it
+    batch_invariant: arguments.BatchInvariant = False,
     device: arguments.Device = "auto",
     seed: Annotated[
         int, typer.Option("--seed", metavar="INT", help="Seed of prompts, lengths, arrivals and dummy weights.")

@@ -67,6 +67,7 @@ class EngineOptions:
     dtype: DTypeOption = "auto"
     quantize: QuantizeOption = "none"
     kernels: tuple[str, ...] = ()  # OP=LIST
+    batch_invariant: bool = False
     device: DeviceOption = "auto"
     seed: int | None = None  # None: a fresh one, or that of the run that is resumed
     log_level: LogLevelOption = "info"

@@ -81,6 +81,7 @@ def run(
     dtype: arguments.DType = "auto",
     quantize: arguments.Quantize = "none",
     kernels: arguments.Kernels = (),  # type: ignore[assignment]  # the parser makes a list of it
+    batch_invariant: arguments.BatchInvariant = False,
     device: arguments.Device = "auto",
     seed: arguments.Seed = None,
     log_level: arguments.LogLevel = "info",

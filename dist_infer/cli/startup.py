@@ -65,6 +65,7 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
             device=world.device,
             max_model_len=options.max_model_len,
             kv_cache_dtype=options.kv_cache_dtype,
+            batch_invariant=options.batch_invariant,
             kernel_orders=options.kernel_orders,
         )
 

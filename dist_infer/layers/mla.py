@@ -54,7 +54,9 @@ class MlaPlanner:
             kv_lora_rank=mla.kv_lora_rank,
             rope_dim=mla.qk_rope_head_dim,
             cache_bytes=setup.cache_dtype.itemsize,
+            batch_invariant=int(setup.batch_invariant),
         )
+        self._batch_invariant = setup.batch_invariant
 
     def __call__(self, step: PagedStep) -> Attend:
         """(q, latent cache, kv_b, scale of the cache) -> out for this step.
@@ -63,7 +65,12 @@ class MlaPlanner:
         """
         context, generation = self._libraries.pick_both(step)
         return attention_op.plan_mla_attention(
-            step, kv_lora_rank=self._kv_lora_rank, scale=self._scale, library=context, generation=generation
+            step,
+            kv_lora_rank=self._kv_lora_rank,
+            scale=self._scale,
+            library=context,
+            generation=generation,
+            batch_invariant=self._batch_invariant,
         )
 
 

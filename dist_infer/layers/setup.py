@@ -28,7 +28,8 @@ class LayerSetup:
     its name (see kernels/dispatch); `on_choice` gets one line for each choice made. `uniform_routing` is for benchmarks
     with dummy weights: routers do their work, but the experts of a row are drawn evenly. Linear layers quantise their
     weights to `weight_format` when they have been loaded: what is in `on_loaded` does it, and gives the bytes it freed.
-    `cached_as` is the dtype of the KV cache, None: `dtype`.
+    `cached_as` is the dtype of the KV cache, None: `dtype`. `batch_invariant`: attention of a sequence may not depend
+    on those beside it.
     """
 
     tp: Collectives
@@ -43,6 +44,7 @@ class LayerSetup:
     uniform_routing: bool = False
     weight_format: WeightFormat | None = None
     cached_as: torch.dtype | None = None
+    batch_invariant: bool = False
     on_loaded: list[Callable[[], int]] = field(default_factory=list)
 
     @property

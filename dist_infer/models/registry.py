@@ -51,6 +51,7 @@ def build_model(
     uniform_routing: bool = False,
     weight_format: WeightFormat | None = None,
     cached_as: torch.dtype | None = None,
+    batch_invariant: bool = False,
     on_loaded: list[Callable[[], int]] | None = None,
     kernel_orders: Mapping[str, str] | None = None,
     on_choice: Callable[[str], None] | None = None,
@@ -60,6 +61,7 @@ def build_model(
     `mesh` and `world` are those of the whole job, which experts are dealt to; without them the tp group is all there
     is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step. `uniform_routing`
     deals rows to experts evenly, for benchmarks with dummy weights. `cached_as`: the dtype of the KV cache, if another.
+    `batch_invariant`: attention of a sequence does not depend on the others of its step.
     Whoever asks for a `weight_format` calls what is in `on_loaded` after the load: it quantises the linear layers.
 
     Ranks: local; every rank builds its own.
@@ -77,6 +79,7 @@ def build_model(
         uniform_routing=uniform_routing,
         weight_format=weight_format,
         cached_as=cached_as,
+        batch_invariant=batch_invariant,
         on_loaded=[] if on_loaded is None else on_loaded,
     )
     return Decoder(config, setup, FAMILIES[config.architecture].moe_names)

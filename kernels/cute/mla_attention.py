@@ -14,8 +14,10 @@ from dist_infer.kernels.phases import Attend
 from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 
 
-def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`; its generation phase alone."""
+    if batch_invariant:
+        raise ValueError("mla_attention by cute cuts sequences by the batch")
     workspace = cache(Workspace)  # one for all layers of the step
 
     def attend(q: Tensor, cache_rows: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:

@@ -40,12 +40,16 @@ class _Expanded:
     blocks: tuple[tuple[int, int], ...]
 
 
-def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, max_absorbed: int = 1) -> Attend:
+def plan_mla_attention(
+    step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False, max_absorbed: int = 1
+) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`; sequences of up to `max_absorbed` queries absorb."""
     query_lens = np.diff(step.host_query_start)
     active = (query_lens > 0) & (step.host_kv_lens > 0)
     short = active & (query_lens <= max_absorbed)
-    absorbed = [_plan_absorbed(step, seqs) for seqs in _by_size(step, np.flatnonzero(short).tolist())]
+    chosen = np.flatnonzero(short).tolist()
+    groups = [[seq] for seq in chosen] if batch_invariant else _by_size(step, chosen)
+    absorbed = [_plan_absorbed(step, seqs) for seqs in groups]
     expanded = [_plan_expanded(step, seq) for seq in np.flatnonzero(active & ~short).tolist()]
 
     def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:

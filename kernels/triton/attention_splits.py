@@ -4,6 +4,9 @@ How many splits there may be depends on host bounds alone, so that a captured la
 so how many are used, depends on each sequence's own length on the device. Each split leaves its weighted sum of values,
 not yet divided, with the largest of its scores and the sum of its weights. Scores are in base 2.
 
+A caller whose results must not depend on the batch asks for splits of FIXED keys: a sequence is then cut at multiples
+of FIXED, or of more if it would have too many splits, whatever the others are.
+
 S sequences, N query heads, V value channels, P splits.
 """
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 MAX_SPLITS = 128
+FIXED = 512
 _INTERPRETED_PROCESSORS = 12  # of the "device" on which the interpreter runs
 
 
@@ -32,12 +36,21 @@ def choose_num_splits(
     return num_splits if num_splits < 32 else num_splits // 32 * 32  # the merge takes so many at a time
 
 
+def num_fixed_splits(max_kv_len: int) -> int:
+    """Splits that hold the longest sequence when it is cut by FIXED."""
+    num_splits = max(1, min(-(-max_kv_len // FIXED), MAX_SPLITS))
+    return num_splits if num_splits < 32 else -(-num_splits // 32) * 32
+
+
 @cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_FIXED, _MAX_SPLITS = tl.constexpr(FIXED), tl.constexpr(MAX_SPLITS)
 
 
 class SplitResults:
@@ -51,10 +64,19 @@ class SplitResults:
         self.total = torch.empty(*shape, value_dim, dtype=torch.float32, device=like.device)
         self.largest, self.weight_sum = torch.empty(2, *shape, dtype=torch.float32, device=like.device).unbind()
 
-    def merge(self, out: Tensor, query_start: Tensor, kv_lens: Tensor, keys: int, window: int | None = None) -> None:
+    def merge(
+        self,
+        out: Tensor,
+        query_start: Tensor,
+        kv_lens: Tensor,
+        keys: int,
+        window: int | None = None,
+        *,
+        fixed: bool = False,
+    ) -> None:
         """Writes the rows of sequences that were split; `keys` is what lengths of splits are a multiple of.
 
-        With a `window` the last so many keys of a sequence were split.
+        With a `window` the last so many keys of a sequence were split; `fixed`: by FIXED.
 
         Shapes: out [T, N, V] contiguous.
         """
@@ -62,6 +84,7 @@ class SplitResults:
         if num_splits == 0:
             return
         splits_block = 32 if num_splits <= 32 else 64 if num_splits <= 64 else MAX_SPLITS  # few variants to compile
+        splits_block = MAX_SPLITS if fixed else splits_block  # another one adds in another order
         _merge_kernel[(num_heads, num_seqs)](
             self.total,
             self.largest,
@@ -74,6 +97,7 @@ class SplitResults:
             VALUE_DIM=value_dim,
             KEYS=keys,
             WINDOW=window,
+            IS_FIXED=fixed,
             SPLITS_BLOCK=splits_block,
             DIM_BLOCK=min(128, triton.next_power_of_2(value_dim)),
             num_warps=4 if splits_block <= 32 else 8,
@@ -82,9 +106,13 @@ class SplitResults:
 
 
 @triton.jit
-def split_length(kv_len, num_splits, KEYS: tl.constexpr):
+def split_length(kv_len, num_splits, KEYS: tl.constexpr, IS_FIXED: tl.constexpr = False):
     """Keys of each split but the last."""
-    return tl.cdiv(tl.cdiv(kv_len, num_splits), KEYS) * KEYS
+    if IS_FIXED:
+        length = tl.maximum(_FIXED, tl.cdiv(tl.cdiv(kv_len, _MAX_SPLITS), KEYS) * KEYS)
+    else:
+        length = tl.cdiv(tl.cdiv(kv_len, num_splits), KEYS) * KEYS
+    return length
 
 
 @triton.jit
@@ -113,6 +141,7 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_FIXED: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -120,7 +149,7 @@ def _merge_kernel(
     wait_for_inputs(OVERLAP)
     head, seq = tl.program_id(0), tl.program_id(1)
     num_seen = count_seen(tl.load(kv_lens + seq), WINDOW)
-    length = split_length(num_seen, num_splits, KEYS)
+    length = split_length(num_seen, num_splits, KEYS, IS_FIXED)
     if (num_seen <= length) | (count_queries(query_start, seq) != 1):
         return
     split = tl.arange(0, SPLITS_BLOCK)

@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.triton.attention_splits import SplitResults, choose_num_splits, num_processors, split_length
+from dist_infer.kernels.triton.attention_splits import (
+    SplitResults,
+    choose_num_splits,
+    num_fixed_splits,
+    num_processors,
+    split_length,
+)
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.mla_heads import apply_values, fold_queries
 from dist_infer.kernels.triton.paged_rows import LOG2_E, key_slots, load_rows
@@ -28,6 +34,8 @@ def attend_absorbed(
     scale: float,
     out: Tensor,
     cache_scale: Tensor | None,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """Fills `out` for a step in which each sequence has one query.
 
@@ -37,17 +45,21 @@ def attend_absorbed(
     latent_dim = kv_b.shape[2]
     plain_dim = kv_b.shape[1] - out.shape[2]
     rotated_dim = q.shape[2] - plain_dim
-    folded = fold_queries(q, kv_b, out.shape[2])
+    folded = fold_queries(q, kv_b, out.shape[2], one_way=batch_invariant)
     latents = torch.empty(num_seqs, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     narrow = cache_scale is not None  # rows are held twice, as they are and widened
     heads = min(32 if narrow else 64, max(16, triton.next_power_of_2(num_heads)))
     num_head_blocks = triton.cdiv(num_heads, heads)
     num_programs = num_seqs * num_head_blocks
     # Two small programs on a multiprocessor, or one large one: of 64 heads, or where there are enough without splits.
-    small = heads == 16 and not narrow and 3 * num_programs <= 2 * num_processors(q.device)
+    small = heads == 16 and not narrow and not batch_invariant and 3 * num_programs <= 2 * num_processors(q.device)
     keys = 16 if q.dtype == torch.float32 else 32 if small or narrow else 64
     max_kv_len = int(step.host_kv_lens.max())
-    num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2 if small else 1)
+    num_splits = (
+        num_fixed_splits(max_kv_len)
+        if batch_invariant
+        else choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2 if small else 1)
+    )
     results = SplitResults(q, num_seqs, num_heads, num_splits, latent_dim)
     _absorbed_kernel[(num_head_blocks, num_splits, num_seqs)](
         folded,
@@ -74,12 +86,13 @@ def attend_absorbed(
         ROTATED_BLOCK=max(16, triton.next_power_of_2(rotated_dim)),
         LATENT_BLOCK=max(64, triton.next_power_of_2(latent_dim)),
         HAS_SCALE=narrow,
+        IS_FIXED=batch_invariant,
         num_warps=4 if heads == 16 and not narrow else 8,
         num_stages=5 if small else 3,  # two for each block of rows on its way, page ids before their rows
         **overlapping(q),
     )
-    results.merge(latents, step.query_start, step.kv_lens, keys)
-    apply_values(latents, kv_b, out)
+    results.merge(latents, step.query_start, step.kv_lens, keys, fixed=batch_invariant)
+    apply_values(latents, kv_b, out, one_way=batch_invariant)
 
 
 @triton.jit(
@@ -111,12 +124,13 @@ def _absorbed_kernel(
     ROTATED_BLOCK: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    IS_FIXED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + seq)
-    length = split_length(kv_len, num_splits, KEYS)
+    length = split_length(kv_len, num_splits, KEYS, IS_FIXED)
     begin = split * length
     if (begin >= kv_len) & (split > 0):
         return

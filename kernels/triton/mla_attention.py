@@ -16,13 +16,16 @@ from dist_infer.kernels.triton.mla_absorbed import attend_absorbed
 from dist_infer.kernels.triton.mla_expanded import attend_expanded, plan_expanded
 
 
-def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
     """See `dist_infer.kernels.mla_attention.plan_mla_attention`."""
     query_lens = np.diff(step.host_query_start)
     singles = np.flatnonzero(query_lens == 1)
     whole = len(singles) == step.num_seqs
     rows, single_step = (None, step) if whole else take_sequences(step, singles)
-    parts_of = functools.cache(lambda wide: plan_expanded(step, wide=wide))  # the same for all layers
+    absorbed = functools.partial(attend_absorbed, batch_invariant=batch_invariant)
+    parts_of = functools.cache(
+        lambda wide: plan_expanded(step, wide=wide, one_by_one=batch_invariant)
+    )  # the same for all layers
 
     def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache.shape[1] - kv_lora_rank))
@@ -33,10 +36,10 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float) -> A
         for part in parts_of(q.dtype == torch.float32):
             attend_expanded(step, part, q, cache, kv_b, scale, out, cache_scale)
         if rows is None:
-            attend_absorbed(single_step, q, cache, kv_b, scale, out, cache_scale)
+            absorbed(single_step, q, cache, kv_b, scale, out, cache_scale)
         elif len(rows):
             single_out = torch.empty(len(rows), *out.shape[1:], dtype=q.dtype, device=q.device)
-            attend_absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out, cache_scale)
+            absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out, cache_scale)
             out.index_copy_(0, rows, single_out)
         return out
 

@@ -31,12 +31,15 @@ class ExpandedPart:
     tiles: Tensor  # as of plan_tiles
 
 
-def plan_expanded(step: PagedStep, *, wide: bool) -> list[ExpandedPart]:
-    """The sequences with several queries, in parts; `wide`: of float32.
+def plan_expanded(step: PagedStep, *, wide: bool, one_by_one: bool = False) -> list[ExpandedPart]:
+    """The sequences with several queries, in parts, perhaps each by itself; `wide`: of float32.
 
     Stream: the current one; the host waits for nothing.
     """
-    return [_plan_part(step, seqs, tile_shape(wide=wide)[0]) for seqs in split_sequences(step)]
+    parts = split_sequences(step)
+    if one_by_one:
+        parts = [part[idx : idx + 1] for part in parts for idx in range(len(part))]
+    return [_plan_part(step, seqs, tile_shape(wide=wide)[0]) for seqs in parts]
 
 
 def _plan_part(step: PagedStep, seqs: npt.NDArray[np.int64], queries: int) -> ExpandedPart:

@@ -20,8 +20,10 @@ _MAX_ROWS = 64  # of a head, and
 _MAX_ALL_ROWS = 1024  # of all heads: beyond, torch.bmm is faster
 
 
-def fold_queries(q: Tensor, kv_b: Tensor, value_dim: int) -> Tensor:
+def fold_queries(q: Tensor, kv_b: Tensor, value_dim: int, *, one_way: bool = False) -> Tensor:
     """Queries on cached rows: each head's plain channels times the key half of its kv_b, then its rotated channels.
+
+    `one_way`: by this kernel for any number of sequences, of which the bits of a row then don't depend.
 
     Shapes: q [S, N, P + R], kv_b [N, P + V, L] -> [S, N, L + R].
     """
@@ -29,7 +31,7 @@ def fold_queries(q: Tensor, kv_b: Tensor, value_dim: int) -> Tensor:
     out = torch.empty(*q.shape[:2], latent_dim + q.shape[2] - plain_dim, dtype=q.dtype, device=q.device)
     queries, weight = q[..., :plain_dim].transpose(0, 1), kv_b[:, :plain_dim]
     folded = out[..., :latent_dim].transpose(0, 1)
-    if _has_few_rows(queries):
+    if one_way or _has_few_rows(queries):
         _multiply(queries, weight, folded, columns=64, num_copied=q.shape[2] - plain_dim)
     else:
         torch.bmm(queries, weight, out=folded)
@@ -37,14 +39,14 @@ def fold_queries(q: Tensor, kv_b: Tensor, value_dim: int) -> Tensor:
     return out
 
 
-def apply_values(latents: Tensor, kv_b: Tensor, out: Tensor) -> None:
-    """Fills `out`: each head's attended latents times the value half of its kv_b.
+def apply_values(latents: Tensor, kv_b: Tensor, out: Tensor, *, one_way: bool = False) -> None:
+    """Fills `out`: each head's attended latents times the value half of its kv_b. `one_way`: as of `fold_queries`.
 
     Shapes: latents [S, N, L], kv_b [N, P + V, L], out [S, N, V].
     """
     weight = kv_b[:, kv_b.shape[1] - out.shape[2] :].transpose(1, 2)
     rows = latents.transpose(0, 1)
-    if _has_few_rows(rows):
+    if one_way or _has_few_rows(rows):
         _multiply(rows, weight, out.transpose(0, 1), columns=16)
     else:
         torch.bmm(rows, weight, out=out.transpose(0, 1))

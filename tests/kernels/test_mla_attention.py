@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Phase, Target
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
-from dist_infer.kernels.phases import Attend
+from dist_infer.kernels.phases import Attend, take_sequences
 from dist_infer.kernels.reference import mla_attention as reference
 from dist_infer.kernels.reference.quantize import to_e4m3
 from tests.kernels.aot import compile_ahead
@@ -137,6 +137,49 @@ def test_a_cache_of_e4m3(library: Library[PlanFunction], device: str, dtype: tor
     check_error(attend(case, library), dense(case, torch.float64), dense(case, dtype))
 
 
+def one_sequence(case: Case, seq: int) -> Case:
+    """The same alone in its step."""
+    rows, step = take_sequences(case.step, [seq])
+    return replace(case, step=step, q=case.q.index_select(0, rows), lens=[case.lens[seq]], rows=[case.rows[seq]])
+
+
+def attend_invariantly(case: Case, library: Library[PlanFunction]) -> Tensor:
+    planned = plan_mla_attention(
+        case.step, kv_lora_rank=case.kv_b.shape[2], scale=SCALE, library=library, batch_invariant=True
+    )
+    return planned(case.q, case.cache, case.kv_b, case.cache_scale)
+
+
+@library_runs(LIBRARIES, [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_alone_and_in_a_batch_the_bits_are_the_same(
+    library: Library[PlanFunction], device: str, dtype: torch.dtype, narrow: bool
+) -> None:
+    """Of sequences of one split, of several, and of several queries."""
+    if library.name == "triton" and dtype == torch.float32:
+        geometry = {"kv_lora_rank": 12, "batch_invariant": 1}
+        reason = library.is_available(Target(device=torch.device("cuda"), dtype=dtype, geometry=geometry))
+        assert reason == "its products with kv_b in float32 depend on the batch"
+        return
+    lens = [(1, 700), (1, 65), (3, 70), (1, 1100), (1, 0), (5, 5), (1, 513)]
+    lens = [*lens, *([(1, 20000 + idx) for idx in range(40)] if device == "cuda" else [])]
+    case = make_case(lens, dtype, device, Geometry(block_size=16))
+    case = narrowed(case, 0.5) if narrow else case
+    out = attend_invariantly(case, library)
+    check_error(out, dense(case, torch.float64), dense(case, dtype))
+    for seq in range(7):
+        rows = slice(*case.step.host_query_start[seq : seq + 2].tolist())
+        assert torch.equal(attend_invariantly(one_sequence(case, seq), library), out[rows]), lens[seq]
+
+
+def test_without_asking_the_batch_decides_where_a_sequence_is_cut() -> None:
+    """The planted fault: the test above would see it."""
+    case = make_case([(1, 700), (1, 65), (1, 1100)], torch.bfloat16, geometry=Geometry(block_size=16))
+    library = named(LIBRARIES, "triton")
+    alone = attend(one_sequence(case, 0), library)
+    assert not torch.equal(attend(case, library)[:1], alone)
+
+
 @library_runs(LIBRARIES, [torch.float32])
 def test_any_scale_of_the_cache(library: Library[PlanFunction], device: str, dtype: torch.dtype) -> None:
     case = narrowed(make_case(STEPS["all kinds"], dtype, device), 0.3)
@@ -221,7 +264,7 @@ def test_compiled_ahead_of_time(narrow: bool) -> None:
     signature |= {"kv_lens": "*i32", "page_table": "*i32", "num_heads": "i32:16", "table_stride": "i32"}
     signature |= dict.fromkeys(("seq_stride", "head_stride", "slot_stride"), "i32:16")
     constexprs: dict[str, object] = {"ROTATED_DIM": 64, "LATENT_DIM": 512, "BLOCK_SIZE": 16, "HEADS": 16, "KEYS": 32}
-    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512, "OVERLAP": True, "HAS_SCALE": narrow}
+    constexprs |= {"ROTATED_BLOCK": 64, "LATENT_BLOCK": 512, "OVERLAP": True, "HAS_SCALE": narrow, "IS_FIXED": False}
     if narrow:
         signature |= {"cache": "*fp8e4nv", "cache_scale": "*fp32"}
     else:
@@ -287,7 +330,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_each_phase_by_a_library_of_its_own() -> None:
     """A library that is given the other phase's sequences would be found out."""
 
-    def plan(step: PagedStep, *, kv_lora_rank: int, scale: float) -> Attend:
+    def plan(step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
         assert {*np.diff(step.host_query_start)} <= {1}
         return reference.plan_mla_attention(step, kv_lora_rank=kv_lora_rank, scale=scale)
 
