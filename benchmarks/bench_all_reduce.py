@@ -9,7 +9,8 @@ no peers. A case `epilogue` is the difference that what follows the sum makes.
 A peer is another sum followed by one kernel for the rest, our own, which benchmarks/bench_rms_norm.py measures beside
 what torch.compile makes of it. Calls of a sample are captured in one graph and take turns on a few sets
 of inputs, which are in the cache where they fit, as they are behind the matrix product that made them. A sample is the
-time of the slowest rank, a figure the median of samples that alternate between the candidates.
+time of the slowest rank, a figure the median of samples that alternate between the candidates. The devices begin a
+sample together: else the time in which one waits for the other's host would be shared out to the calls.
 """
 
 import statistics
@@ -43,6 +44,7 @@ HIDDEN = (7168, 6144)
 NUM_SAMPLES = 13
 NUM_SETS = 4
 EPS = 1e-6
+_START_CYCLES = 300_000  # of the device, in which the host launches a graph
 _LINK_BYTES_PER_S = 450e9  # NVLink of one H200, one direction
 
 Call = Callable[[int], object]  # with the number of the set of inputs
@@ -65,14 +67,23 @@ class Inputs:
         return cls(x, residual, weight, torch.ones(1, device=device))
 
 
-def compare_us(calls: Mapping[str, Call], num_calls: int, slowest: Callable[[float], float]) -> dict[str, float]:
-    """Microseconds a call of each; `slowest` lets all ranks begin together and gives the largest of their times."""
+def compare_us(
+    calls: Mapping[str, Call],
+    num_calls: int,
+    slowest: Callable[[float], float] = lambda own: own,
+    start_together: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Microseconds a call of each.
+
+    `slowest` gives the largest of all ranks' times. `start_together` puts a point on the stream that all devices reach
+    at the same time, later than the host has put the calls behind it.
+    """
     graphs = {name: _captured(call, num_calls) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(NUM_SAMPLES):
         for name, graph in graphs.items():
-            slowest(0.0)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start_together()
             start.record()
             graph.replay()
             end.record()
@@ -163,6 +174,12 @@ class TwoGpus:
         values = self._group.all_gather(torch.tensor([own], dtype=torch.float64, device=self.device))
         return float(values.max())
 
+    def start_together(self) -> None:
+        """See compare_us."""
+        self.slowest(0.0)
+        torch.cuda._sleep(_START_CYCLES)  # type: ignore[no-untyped-call]
+        self._group.all_gather(torch.zeros(1, device=self.device))
+
     def peers(self, fused_op: FusedOp, inputs: Inputs) -> dict[str, Call]:
         """The other sums with the rest behind them. They sum in place or from one buffer, whatever is there."""
         num_elements = inputs.x[0].numel()
@@ -197,7 +214,7 @@ class TwoGpus:
             strategy.value: partial(_fused, reduce, fused_op, inputs) for strategy, reduce in fitting.items()
         }
         peers = self.peers(fused_op, inputs)
-        found = compare_us(calls | peers, 60 if num_tokens <= 256 else 50, self.slowest)
+        found = compare_us(calls | peers, 60 if num_tokens <= 256 else 50, self.slowest, self.start_together)
         case = f"{fused_op.name.lower()} h={hidden} tokens={num_tokens}"
         num_bytes = num_tokens * hidden * 2
         for strategy, reduce in fitting.items():
@@ -232,7 +249,7 @@ def rows_on_one_device(device: torch.device) -> Iterator[Row]:
             for name, run in ways.items():
                 ops = (FusedOp.NONE, fused_op)
                 calls = {what.name: partial(_on_one_device, run, space, what, inputs) for what in ops}
-                found = compare_us(calls, 60, lambda own: own)
+                found = compare_us(calls, 60)
                 place = f"virtual ranks={num_ranks} strategy={name}"
                 for what in ops:
                     case = f"{place} {what.name.lower()} h={hidden} tokens={num_tokens}"

@@ -80,10 +80,11 @@ class FusedOp(Enum):
 class PeerRoom:
     """Peer memory of a group, laid out for the all-reduce kernels. Its size never changes."""
 
-    def __init__(self, memory: PeerMemory, layout: PeerLayout, *, max_programs: int) -> None:
+    def __init__(self, memory: PeerMemory, layout: PeerLayout, *, max_programs: int, shares_device: bool) -> None:
         self.layout = layout
         self._memory = memory
         self._max_programs = max_programs
+        self._shares_device = shares_device
 
     def enter(self) -> PeerSpace:
         """What a kernel on the current stream needs."""
@@ -94,6 +95,7 @@ class PeerRoom:
             table=self._memory.table,
             rank=self._memory.rank,
             max_programs=self._max_programs,
+            shares_device=self._shares_device,
         )
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ def open_peer_room(
     )
     memory = open_peer_memory(group, process_group, num_bytes=layout.num_bytes, device=device, prepare=layout.prepare)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PeerRoom(memory, layout, max_programs=max(1, num_sms // num_sharing))
+    return PeerRoom(memory, layout, max_programs=max(1, num_sms // num_sharing), shares_device=num_sharing > 1)
 
 
 class FusedAllReduce:

@@ -112,6 +112,7 @@ class PeerSpace:
     table: Tensor
     rank: int  # the first one of this launch
     max_programs: int  # of one rank: programs wait for each other's peers
+    shares_device: bool = False  # with other launches' ranks: then no kernel behind this one may take their place early
 
     @property
     def num_local(self) -> int:

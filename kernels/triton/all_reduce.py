@@ -462,4 +462,4 @@ def _common(
         "ZEROING": zeroing,
         "PEEK": vectors_a_thread * (num_ranks - 1) <= _MAX_PEEKED,
     }
-    return arguments, constants, {"num_warps": num_warps, **overlapping(x)}
+    return arguments, constants, {"num_warps": num_warps, **overlapping(x, alone=not space.shares_device)}

@@ -26,9 +26,9 @@ def overlaps(x: Tensor) -> bool:
     return x.is_cuda and _can_overlap(x.get_device())
 
 
-def overlapping(x: Tensor) -> dict[str, Any]:
-    """These two arguments of a launch on the device of x."""
-    overlap = overlaps(x)
+def overlapping(x: Tensor, *, alone: bool = True) -> dict[str, Any]:
+    """These two arguments of a launch on the device of x. Not `alone` there: nothing may take the place of a peer."""
+    overlap = alone and overlaps(x)
     return {"OVERLAP": overlap, "launch_pdl": overlap}
 
 

@@ -392,7 +392,7 @@ def reduced_norm_rotary(qkv: Tensor, norm: QkNorm, rotation: Rotation, space: Pe
             **widths,
             **_head_sizes(num_all, rotation),
             num_warps=num_warps,
-            **overlapping(qkv),
+            **overlapping(qkv, alone=not space.shares_device),
         )
     return out
 

@@ -5,22 +5,13 @@ Every rank makes the inputs of all ranks from one seed, so it can compute what i
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_infer.comm.all_reduce import (
-    MAX_ONE_SHOT_BYTES,
-    FusedAllReduce,
-    FusedOp,
-    PeerRoom,
-    max_one_shot_bytes,
-    open_peer_room,
-)
+from dist_infer.comm.all_reduce import MAX_ONE_SHOT_BYTES, FusedAllReduce, FusedOp, max_one_shot_bytes
 from dist_infer.comm.collectives import Collectives, SingleCollectives, TorchCollectives, ordered_sum
 from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.strategy import Strategy, Table
@@ -32,8 +23,10 @@ from dist_infer.kernels.all_reduce import Reduced
 from dist_infer.kernels.dispatch import Target, resolve
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.launch.world import World
+from tests.comm.peer_ranks import needs_peers, opened_room, skip_without_peers
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
+PEER_RANKS = (2, 4)
 EPS = 1e-5
 CPU = Target(device=torch.device("cpu"), dtype=torch.bfloat16)
 SCALED = (QuantFormat.FP8, QuantFormat.NVFP4, QuantFormat.NVFP4_LINEAR)
@@ -177,35 +170,28 @@ def test_slots_of_one_shot_never_take_more_than_between_two_ranks(num_ranks: int
     assert 2 * (num_ranks - 1) * max_one_shot_bytes(num_ranks) <= 2 * MAX_ONE_SHOT_BYTES
 
 
-# Between two GPUs.
-
-
-@contextmanager
-def opened_room(group: Collectives, world: World, max_tokens: int = 1000, hidden: int = 7168) -> Iterator[PeerRoom]:
-    assert isinstance(group, TorchCollectives) and isinstance(group.wire, NcclWire)
-    room = open_peer_room(group, group.wire.group, max_tokens=max_tokens, row_bytes=2 * hidden, device=world.device)
-    yield room
-    room.close()
+# Between GPUs, or ranks that share one.
 
 
 def _target(world: World) -> Target:
     return Target(device=world.device, dtype=torch.bfloat16)
 
 
-@two_gpus
+@needs_peers
 @pytest.mark.gpu
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(*PEER_RANKS, timeout=180)
 @pytest.mark.parametrize("strategy", [Strategy.GATHER, Strategy.ONE_SHOT, Strategy.TWO_SHOT])
 def test_strategies_give_the_same_bytes(strategy: Strategy, group: Collectives, world: World) -> None:
     """Sizes one after another, and twice above the largest, where GATHER takes over. All ops: tests/kernels."""
+    skip_without_peers(world)
     ops = (FusedOp.NONE, FusedOp.RESIDUAL_RMS_NORM, FusedOp.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4)
     with opened_room(group, world) as room:
         reduce = FusedAllReduce(group, _target(world), room=room, strategy=strategy)
         for fused_op in ops:
             for num_tokens in (1, 33, 0, 129, 2, 1000, 128, 31):
-                check_op(reduce, 2, world.rank, num_tokens, fused_op, _target(world), 7168)
-        check_op(reduce, 2, world.rank, 1001, FusedOp.RESIDUAL_RMS_NORM, _target(world))
-        check_op(reduce, 2, world.rank, 3, FusedOp.NONE, _target(world), 7176)
+                check_op(reduce, world.size, world.rank, num_tokens, fused_op, _target(world), 7168)
+        check_op(reduce, world.size, world.rank, 1001, FusedOp.RESIDUAL_RMS_NORM, _target(world))
+        check_op(reduce, world.size, world.rank, 3, FusedOp.NONE, _target(world), 7176)
 
 
 @two_gpus
@@ -220,12 +206,15 @@ def test_the_library_sums_two_ranks_alike(group: Collectives, world: World) -> N
         assert (reduce(x).total == 4).all()
 
 
-@two_gpus
+@needs_peers
 @pytest.mark.gpu
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(*PEER_RANKS, timeout=120)
 def test_auto_follows_the_table(group: Collectives, world: World) -> None:
+    skip_without_peers(world)
     name = torch.cuda.get_device_name(world.device)
-    table: Table = {(name, 2, "norm", HIDDEN): ((4, Strategy.TWO_SHOT), (9, Strategy.GATHER), (20, Strategy.ONE_SHOT))}
+    table: Table = {
+        (name, world.size, "norm", HIDDEN): ((4, Strategy.TWO_SHOT), (9, Strategy.GATHER), (20, Strategy.ONE_SHOT))
+    }
     with opened_room(group, world) as room:
         reduce = FusedAllReduce(group, _target(world), room=room, table=table)
         chosen = {
@@ -235,20 +224,21 @@ def test_auto_follows_the_table(group: Collectives, world: World) -> None:
         after = {20: Strategy.ONE_SHOT, 1000: Strategy.ONE_SHOT}
         assert chosen == {1: Strategy.TWO_SHOT, 9: Strategy.GATHER} | after
         for rows in (*chosen, 1001):
-            check_op(reduce, 2, world.rank, rows, FusedOp.RMS_NORM, _target(world))
+            check_op(reduce, world.size, world.rank, rows, FusedOp.RMS_NORM, _target(world))
 
 
-@two_gpus
+@needs_peers
 @pytest.mark.gpu
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(*PEER_RANKS, timeout=180)
 @pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])
 def test_ten_thousand_calls_with_late_ranks(strategy: Strategy, group: Collectives, world: World) -> None:
     """In graphs of several sizes and eager ones between, a rank's host or device now and then late."""
+    skip_without_peers(world)
     device, rank = world.device, world.rank
     with opened_room(group, world) as room:
         reduce = FusedAllReduce(group, _target(world), room=room, strategy=strategy)
         sizes = (1, 64, 3, 200)
-        parts = {rows: _parts(2, rows, _target(world), seed=rows) for rows in sizes}
+        parts = {rows: _parts(world.size, rows, _target(world), seed=rows) for rows in sizes}
         expected = {rows: ordered_sum(parts[rows]) for rows in sizes}
         wrong = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -267,9 +257,9 @@ def test_ten_thousand_calls_with_late_ranks(strategy: Strategy, group: Collectiv
 
         graphs = {rows: graph_of(rows) for rows in sizes}
         for turn in range(600):
-            if turn % 100 == 50 * rank:
+            if turn % 100 == 25 * rank:
                 time.sleep(0.002)
-            if turn % 100 == 25 + 50 * rank:
+            if turn % 100 == 12 + 25 * rank:
                 torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
             graphs[sizes[turn * 7 // 3 % 4]].replay()
             call(sizes[turn % 4])

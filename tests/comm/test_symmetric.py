@@ -1,5 +1,10 @@
 """Peer memory: refused alike on all ranks, mapped on two GPUs."""
 
+import os
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +13,9 @@ from dist_infer.comm.collectives import Collectives, TorchCollectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.symmetric import NoPeerMemoryError, _attempt, _vote, open_peer_memory
 from dist_infer.comm.wire import NcclWire
+from dist_infer.launch import mpirun
 from dist_infer.launch.world import World
+from tests.comm.peer_ranks import needs_peers
 from tests.fake_collectives import run_group
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
@@ -89,3 +96,24 @@ def test_none_is_opened_while_a_graph_is_captured(group: Collectives, world: Wor
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(ValueError, match="captured"):
         open_peer_memory(group, None, num_bytes=64, device=world.device, prepare=_nothing)  # type: ignore[arg-type]
+
+
+@needs_peers
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fault", "message"), [("kill", "signal 9"), ("exception", "rank 1 .*ValueError: broken on purpose")]
+)
+def test_a_rank_that_dies_while_others_wait_on_the_gpu_ends_the_job(fault: str, message: str) -> None:
+    program = [sys.executable, "-m", "tests.comm.spinning_ranks", fault]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    command = mpirun.command(
+        2,
+        program,
+        launcher=mpirun.find_launcher(),
+        oversubscribe=True,
+        extra_env={"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+    found = mpirun.run(command, timeout_s=90, capture=True)
+    assert "READY 0" in found.output and "READY 1" in found.output, found.output
+    assert not found.timed_out and found.returncode != 0, found.output
+    assert re.search(message, found.output) and "rank 1" in found.output, found.output

@@ -210,7 +210,7 @@ def check_virtual(num_ranks: int, space: PeerSpace, num_tokens: int) -> None:
         held, place = op._of_rank(whole, rotation, rank)
         place = replace(place, k_cache=caches[2][rank], v_cache=caches[3][rank])
         expected = op.norm_rotary(qkv[rank], squares, held, place, library=op.NORM_ROTARY_LIBRARIES[0])
-        for ours, theirs in ((out[rank], expected), (caches[0][rank], caches[2][rank]), (caches[1], caches[3])):
+        for ours, theirs in ((out[rank], expected), (place.k_cache, caches[0][rank]), (place.v_cache, caches[1][rank])):
             equal = ours.view(torch.int16) == theirs.view(torch.int16)
             assert (equal | (ours.isnan() & theirs.isnan())).all()
 
