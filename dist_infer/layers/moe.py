@@ -5,11 +5,13 @@ R rows of this rank, D hidden, E experts (all, and held by this rank), I interme
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.expert import AllReduce, ExpertExchange
+from dist_infer.comm.lane import Lane, Pending
 from dist_infer.comm.mesh import Mesh, split_range
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.config import ModelConfig, MoeConfig
@@ -22,6 +24,8 @@ from dist_infer.layers.mlp import GatedMlp
 from dist_infer.layers.quantized_experts import ExpertQuantizer, QuantizedExperts
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.layers.weights import WeightSlot
+
+BESIDE_ROWS = 64  # up to which the shared expert is computed beside the others, on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +152,11 @@ class MoeLayer:
         self.experts = Experts(config.hidden_size, moe, setup)
         self._names = names
         self._exchange = exchange
+        self._lane = Lane(setup.device)
         self.shared: GatedMlp | None = None
         if moe.shared_intermediate_size:
             own = setup if self.has_parts else replace(setup, tp=SingleCollectives())
-            self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own)
+            self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own, adds=True)
 
     def __call__(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor:
         """The output for this rank's rows; no expert sees those behind the first `num_real`.
@@ -163,7 +168,7 @@ class MoeLayer:
             return self._exchange.sum(self.part(hidden, chunks, num_real))
         expert_ids, weights = self.router(hidden, num_real)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
-        return routed if self.shared is None else routed + self.shared(hidden)
+        return routed if self.shared is None else self.shared(hidden, routed)
 
     @property
     def has_parts(self) -> bool:
@@ -178,12 +183,21 @@ class MoeLayer:
         """
         if not isinstance(self._exchange, AllReduce):
             raise ValueError("experts of several groups give sums, not parts")
+        shared = self._start_shared(hidden)
         expert_ids, weights = self.router(hidden, num_real)
+        if shared is not None:
+            return self._exchange.run_part(hidden, expert_ids, weights, self.experts, chunks).add_(shared.wait())
         return self._exchange.run_part(hidden, expert_ids, weights, self._experts_and_shared, chunks)
+
+    def _start_shared(self, hidden: Tensor) -> Pending | None:
+        """The shared expert beside router and experts, where few rows leave the device room; None: after them."""
+        if self.shared is None or not self._lane.overlaps or not 0 < len(hidden) <= BESIDE_ROWS:
+            return None
+        return self._lane.start(partial(self.shared, hidden), hidden)
 
     def _experts_and_shared(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         routed = self.experts(hidden, expert_ids, weights)
-        return routed if self.shared is None else routed.add_(self.shared(hidden))
+        return routed if self.shared is None else self.shared(hidden, routed)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """Tensors under `prefix`."""

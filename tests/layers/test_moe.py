@@ -1,5 +1,6 @@
 """The layer of experts in the layouts of one and of several groups, against a plain loop over experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.expert import open_expert_exchange
+from dist_infer.comm.lane import Pending
 from dist_infer.comm.mesh import Mesh, split_sizes
 from dist_infer.config import MoeConfig
 from dist_infer.errors import UsageError
@@ -56,6 +58,29 @@ def dense(x: Tensor) -> Tensor:
             out[idx] += weight * mlp(row, f"{name}w1.weight", f"{name}w3.weight", f"{name}w2.weight")
         out[idx] += mlp(row, *(f"m.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")))
     return out
+
+
+class EagerLane:
+    """Does its work at once, as if there were streams."""
+
+    overlaps = True
+
+    def start(self, work: Callable[[], Tensor], *_: Tensor) -> Pending:
+        return Pending(work())
+
+
+@pytest.mark.parametrize(("world_size", "dp"), [(1, 1), (2, 1), (2, 2)])
+def test_the_shared_expert_beside_the_others(world_size: int, dp: int) -> None:
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> Tensor:
+        setup = replace(setup_of(tp), mesh=mesh, world=world)
+        exchange = open_expert_exchange(mesh, world, setup.device, num_experts=E, top_k=2)
+        layer = MoeLayer(replace(CONFIG, moe=MOE), NAMES, exchange, setup)
+        fill(layer.weight_slots("m."), TENSORS)
+        layer._lane = EagerLane()  # type: ignore[assignment]
+        return layer(random(3, D, seed=70), exchange.plan([3] * mesh.world, None))
+
+    for out in run_mesh(world_size, main, dp=dp):
+        close(out, dense(random(3, D, seed=70)))
 
 
 @pytest.mark.parametrize("max_moe_tokens", [None, 1, 3])
