@@ -86,12 +86,15 @@ def mixed_batch(config: SchedulerConfig) -> Batch:
 def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
     """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling.
 
-    And prompts, and numbers of sequences, of every power of two: one lies in each range of sizes for which a kernel has
-    tiles of its own.
+    And prompts, and numbers of sequences in a mixed step and of the longest sequences, of every power of two: one lies
+    in each range of sizes for which a kernel has tiles of its own.
     """
     shapes = [[(1, 1)], [(1, 2)], [(3, 3)], [(16, 16)], [(16, 32)], [(5, 12), (1, 9)], [(1, 9)] * 3, [(1, 9)] * 16]
-    for power in range(2, config.max_num_seqs.bit_length()):
-        shapes.append([(2, 9)] + [(1, 9)] * ((1 << power) - 1))
+    for power in range(config.max_num_seqs.bit_length()):
+        count = 1 << power
+        longest = max(2, config.num_kv_blocks * config.block_size // count)  # so many that are longer never meet
+        shapes += [[(2, 9)] + [(1, 9)] * (count - 1), [(1, longest)] * count]
+    shapes += [[(2, 2)], [(4, 4)], [(8, 8)]]
     for power in range(5, config.max_num_tokens.bit_length()):
         starts = range(0, 1 << power, config.max_model_len)
         lens = [min(config.max_model_len, (1 << power) - start) for start in starts]

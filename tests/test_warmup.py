@@ -82,8 +82,11 @@ def test_prompts_of_every_power_of_two(max_model_len: int) -> None:
 
 
 def test_numbers_of_sequences_of_every_power_of_two() -> None:
-    batches = small_batches(limits(max_num_seqs=35, max_num_tokens=64))
+    batches = list(small_batches(limits(max_num_seqs=35, max_num_tokens=64, num_kv_blocks=32)))
     assert {batch.num_seqs for batch in batches if batch.kind is BatchKind.EXTEND} >= {1, 2, 4, 8, 16, 32}
+    decodes = [batch for batch in batches if batch.kind is BatchKind.DECODE]
+    longest = {(batch.num_seqs, int(batch.kv_lens[0])) for batch in decodes}
+    assert longest >= {(1, 64), (2, 64), (4, 32), (8, 16), (16, 8), (32, 4)}
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
