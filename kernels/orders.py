@@ -12,6 +12,7 @@ from dist_infer.errors import UsageError
 # op -> (module in kernels, its tuple of libraries)
 OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "added_linear": ("added_linear", "LIBRARIES"),
         "embedding": ("embedding", "LIBRARIES"),
         "gated_linear": ("gated_linear", "LIBRARIES"),
         "head_squares": ("qk_norm", "SQUARES_LIBRARIES"),

@@ -76,20 +76,23 @@ class RowParallelLinear:
     The bias is added once: by tp rank 0, to its partial result. All ranks hold it, so that all load the same tensors.
     """
 
-    def __init__(self, total: int, held: range, out_features: int, *, bias: bool, setup: LayerSetup) -> None:
+    def __init__(
+        self, total: int, held: range, out_features: int, *, bias: bool, setup: LayerSetup, adds: bool = False
+    ) -> None:
+        """`adds`: it is called with something to add to its output."""
         self.total = total
         self.held = held
-        self._product = Product(out_features, len(held), setup)
+        self._product = Product(out_features, len(held), setup, adds=adds)
         self.bias = setup.empty(out_features) if bias else None
         self._adds_bias = setup.tp.rank == 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part of the output: the sum over the ranks is the whole.
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """This rank's part of the output, rounded, + `added`: the sum over the ranks is the whole.
 
-        Shapes: x [T, K of this rank] -> [T, N].
+        Shapes: x [T, K of this rank], added [T, N] -> [T, N].
         Ranks: local.
         """
-        return self._product(x, self.bias if self._adds_bias else None)
+        return self._product(x, self.bias if self._adds_bias else None, added)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """`{prefix}weight` and `{prefix}bias`."""

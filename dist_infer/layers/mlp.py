@@ -18,7 +18,10 @@ from dist_infer.layers.weights import WeightSlot
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), the intermediate channels split over the group."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, setup: LayerSetup, *, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, setup: LayerSetup, *, bias: bool = False, adds: bool = False
+    ) -> None:
+        """`adds`: it is called with something to add to its output."""
         held = split_range(intermediate_size, setup.tp.size, setup.tp.rank)
         self.gate_up = ColumnParallelLinear(
             hidden_size,
@@ -26,7 +29,7 @@ class GatedMlp:
             bias=bias,
             setup=setup,
         )
-        self.down = RowParallelLinear(intermediate_size, held, hidden_size, bias=bias, setup=setup)
+        self.down = RowParallelLinear(intermediate_size, held, hidden_size, bias=bias, setup=setup, adds=adds)
         self._gated: Library[op.GatedLinearFunction] | None = None
         self._activation: Library[activation_op.SiluMulFunction] | None = None
         if self.gate_up.weight is not None:
@@ -39,13 +42,15 @@ class GatedMlp:
         """What `hidden` is quantised to; None: it is taken as it is."""
         return self.gate_up.input_format
 
-    def __call__(self, hidden: Tensor | Fp8Tensor) -> Tensor:
-        """This rank's part of the MLP output: the sum over the group is the whole; `hidden` may be quantised already.
+    def __call__(self, hidden: Tensor | Fp8Tensor, added: Tensor | None = None) -> Tensor:
+        """This rank's part of the MLP output, + `added`: the sum over the group is the whole.
 
-        Shapes: hidden [T, D] -> [T, D].
+        `hidden` may be quantised already.
+
+        Shapes: hidden and added [T, D] -> [T, D].
         Ranks: local.
         """
-        return self.down(self._activated(hidden))
+        return self.down(self._activated(hidden), added)
 
     def _activated(self, hidden: Tensor | Fp8Tensor) -> Tensor:
         weight = self.gate_up.weight

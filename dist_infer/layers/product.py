@@ -2,8 +2,11 @@
 
 from torch import Tensor
 
+from dist_infer.kernels import added_linear
 from dist_infer.kernels import linear as op
+from dist_infer.kernels.added_linear import AddedLinearFunction
 from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.quantized import INPUT_FORMATS, QuantizedWeight, Quantizer, misfit
 from dist_infer.layers.setup import LayerSetup
@@ -24,7 +27,9 @@ class Product:
         *,
         shared: Tensor | None = None,
         stays_wide: bool = False,
+        adds: bool = False,
     ) -> None:
+        """`adds`: it is called with something to add to the product."""
         self.shape = (outputs, inputs)
         self.weight = setup.empty(outputs, inputs) if shared is None else shared
         self.quantized: QuantizedWeight | None = None
@@ -37,6 +42,9 @@ class Product:
                 self._quantizer = Quantizer.choose(setup.weight_format, inputs, outputs, setup)
             else:
                 setup.on_choice(f"a weight {inputs} -> {outputs} isn't quantised: {reason}")
+        self._adding: Library[AddedLinearFunction] | None = None
+        if adds and self.stays_plain:
+            self._adding = setup.choose("added_linear", added_linear.LIBRARIES, inputs=inputs, outputs=outputs)
         if not self.stays_plain:
             setup.on_loaded.append(self._finish)
 
@@ -62,13 +70,20 @@ class Product:
             return -num_bytes if self._is_shared else 0
         return 0
 
-    def __call__(self, x: Tensor | Fp8Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias; x may be in `input_format` already.
+    def __call__(self, x: Tensor | Fp8Tensor, bias: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+        """x W^T + bias, rounded, + added; x may be in `input_format` already.
 
-        Shapes: x [T, K], bias [N] -> [T, N].
+        Shapes: x [T, K], bias [N], added [T, N] -> [T, N].
         Ranks: local.
         Errors: TypeError for a quantised x without a quantised weight.
         """
+        if added is None:
+            return self._multiply(x, bias)
+        if self._adding is None or not isinstance(x, Tensor):
+            return self._multiply(x, bias).add_(added)
+        return added_linear.added_linear(x, self.weight, bias, added, library=self._adding)
+
+    def _multiply(self, x: Tensor | Fp8Tensor, bias: Tensor | None) -> Tensor:
         if self.quantized is not None:
             return self.quantized(x, bias)
         if not isinstance(x, Tensor):

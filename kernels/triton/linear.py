@@ -55,6 +55,7 @@ def _row_product(
     x,
     weight,
     bias,
+    added,
     out,
     num_outputs,
     weight_stride,
@@ -93,6 +94,9 @@ def _row_product(
         gate, up = tl.split(tl.trans(tl.reshape(rounded, [2, NUM_OUTPUTS])))
         total = gated(gate, up, ACTIVATION)
     output = first + tl.arange(0, NUM_OUTPUTS)
+    if added is not None:
+        rounded = total.to(out.dtype.element_ty).to(tl.float32)  # as if the addition were a kernel of its own
+        total = rounded + tl.load(added + output, mask=output < num_outputs, other=0).to(tl.float32)
     tl.store(out + output, total.to(out.dtype.element_ty), mask=output < num_outputs)
 
 
@@ -178,8 +182,22 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated_by: GatedActivation | None) -> Tensor:
-    """`linear`, or `gated_linear`, of one row on 16-byte boundaries."""
+def added_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor) -> Tensor:
+    """See `dist_infer.kernels.added_linear.added_linear`."""
+    if len(x) == 1 and _takes(x, weight):
+        return one_row(x, weight, bias, gated_by=None, added=added)
+    return linear(x, weight, bias).add_(added)
+
+
+def one_row(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gated_by: GatedActivation | None,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`linear`, `gated_linear` or `added_linear` of one row on 16-byte boundaries."""
     num_outputs, num_inputs = weight.shape
     num_outputs = num_outputs if gated_by is None else num_outputs // 2
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
@@ -188,6 +206,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated_by: GatedAc
         x,
         weight,
         bias,
+        added,
         out,
         num_outputs,
         weight.stride(0),

@@ -153,7 +153,8 @@ def test_ahead_of_time_one_row_loads_weights_before_it_waits(gated: bool) -> Non
     types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_outputs": "i32:16", "weight_stride": "i32:16"}
     types["is_early"] = "i32"
     activation = "silu" if gated else None
-    constexprs = {"bias": None, "K": 4096, "ACTIVATION": activation, "STRIP": 2, "BLOCK_K": 1024, "OVERLAP": True}
+    constexprs = {"bias": None, "added": None, "K": 4096, "ACTIVATION": activation}
+    constexprs |= {"STRIP": 2, "BLOCK_K": 1024, "OVERLAP": True}
     made = compile_ahead(_row_product, types, constexprs, num_warps=2, launch_pdl=True)
     unless_early, before, after = made.asm["sass"].split("ACQBULK")
     assert "LDG" not in unless_early and before.count("LDG.E.EF.128") == 4
