@@ -1,7 +1,7 @@
 """The parent's side of the rank tests: starts them under mpirun and maps what the ranks recorded onto its own items.
 
-All tests of one file, one world size and one device run in one launch, because each rank pays seconds for importing
-torch. Every test has a deadline. A failure ends its launch, so the tests that were still to come go into the next one;
+All tests of one world size and one device run in one launch, because each rank pays seconds for importing torch. Every
+test has a deadline. A failure ends its launch, so the tests that were still to come go into the next one;
 a test is decided only when all ranks have finished it, or when it was the first to fail.
 """
 
@@ -22,7 +22,7 @@ from tests.rank_child import FOLDER_VARIABLE
 from tests.rank_log import Launch, RankLog
 
 LAUNCHER_VARIABLE = "DIST_INFER_TESTS_MPIRUN"  # another mpirun than the one beside this Python
-MAX_LAUNCHES = 5  # of one file and size: each test that fails costs one more
+MAX_LAUNCHES = 20  # of one size: each test that fails costs one more
 START_UP_S = 180.0
 _GRACE_S = 5.0  # after a test's own time-out, in which the ranks write down their stacks
 _POLL_S = 0.05
@@ -127,8 +127,8 @@ class RankLauncher:
         return report
 
 
-def _group(item: pytest.Item) -> tuple[Path, int, bool]:
-    return item.path, world_size(item), item.get_closest_marker("gpu") is not None
+def _group(item: pytest.Item) -> tuple[int, bool]:
+    return world_size(item), item.get_closest_marker("gpu") is not None
 
 
 def _phase(item: pytest.Item, when: Any, outcome: Any = "passed", longrepr: Any = None) -> pytest.TestReport:
@@ -150,7 +150,7 @@ def run_launch(items: Sequence[pytest.Item], config: pytest.Config) -> Launch:
     folder = Path(tempfile.mkdtemp(prefix="dist-infer-ranks-"))
     try:
         node_ids = [item.nodeid for item in items]
-        command = _command(items[0], size, folder, config)
+        command = _command(items, size, folder, config)
         RankLog.order(folder, node_ids)
         returncode, timed_out = _run(command, folder, size, str(config.rootpath))
         return Launch.read(folder, node_ids, size=size, returncode=returncode, timed_out=timed_out)
@@ -158,10 +158,11 @@ def run_launch(items: Sequence[pytest.Item], config: pytest.Config) -> Launch:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _command(item: pytest.Item, size: int, folder: Path, config: pytest.Config) -> mpirun.Command:
+def _command(items: Sequence[pytest.Item], size: int, folder: Path, config: pytest.Config) -> mpirun.Command:
     module = ["-m", "mpi4py", "-m", "pytest"] if size > 1 else ["-m", "pytest"]
     options = ["-q", "-m", "", "-p", "no:cacheprovider", "--color=no", f"--tb={config.getoption('tbstyle')}"]
-    inner = [sys.executable, *module, *options, f"--rootdir={config.rootpath}", str(item.path)]
+    inner = [sys.executable, *module, *options, f"--rootdir={config.rootpath}"]
+    inner += dict.fromkeys(str(item.path) for item in items)
     extra_env = _ENVIRONMENT | {FOLDER_VARIABLE: str(folder)}
     if size == 1:  # as users without a launcher run it
         return mpirun.Command(argv=tuple(inner), env=mpirun.scrub(os.environ) | extra_env)

@@ -10,8 +10,11 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.rank_parent import is_rank_test
+
 INCURABLE = ("gpu:", "host:")
 _SLOW_S = 1.0
+_LAUNCHES = "launches of rank tests, all but the tests"
 
 
 class SuiteReport:
@@ -21,14 +24,18 @@ class SuiteReport:
         self.in_ci = in_ci
         self.seconds: dict[str, float] = defaultdict(float)
         self.reasons: Counter[str] = Counter()
+        self.rank_tests: set[str] = set()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         start = time.perf_counter()
+        if is_rank_test(item):
+            self.rank_tests.add(item.nodeid)
         try:
             return (yield)
         finally:
-            self.seconds[item.nodeid.partition("::")[0]] += time.perf_counter() - start
+            name = _LAUNCHES if is_rank_test(item) else _file(item.nodeid)
+            self.seconds[name] += time.perf_counter() - start
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
@@ -41,6 +48,9 @@ class SuiteReport:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
         self.check_skip(report)
+        if report.nodeid in self.rank_tests:  # a launch runs the tests of many files
+            self.seconds[_file(report.nodeid)] += report.duration
+            self.seconds[_LAUNCHES] -= report.duration
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -72,3 +82,7 @@ class SuiteReport:
         total = sum(self.seconds.values())
         terminalreporter.write_line(f"{total - sum(slow.values()):7.1f}  {len(self.seconds) - len(slow)} other files")
         terminalreporter.write_line(f"{total:7.1f}  all")
+
+
+def _file(node_id: str) -> str:
+    return node_id.partition("::")[0]

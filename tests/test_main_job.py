@@ -59,7 +59,8 @@ def test_default_model_gives_the_tokens_of_llama_cpp(world: World, smollm2: Path
         if world.rank == 0:
             for request, prompt in zip(requests, prompts, strict=True):
                 assert answers.tokens[request.request_id] == prompt["token_ids"], (tp, dp, prompt["input"])
-        check_log_probabilities(served)
+        if tp > 1 or world.size == 1:  # a rank with a whole model computes as if it were alone
+            check_log_probabilities(served)
 
 
 def check_log_probabilities(served: Served) -> None:

@@ -23,6 +23,7 @@ from dist_infer.cli.serving import (
 from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
+from dist_infer.errors import DistInferError
 from dist_infer.intake.batch_job import BatchJob
 from dist_infer.intake.fingerprint import digest_model
 from dist_infer.intake.job_files import FileOptions, JobFiles
@@ -90,7 +91,7 @@ def _serve_files(
     summary.num_resumed = files.num_resumed if files is not None else 0
     summary.job = job
     try:
-        return serve(
+        code = serve(
             world,
             plan,
             config,
@@ -102,6 +103,9 @@ def _serve_files(
         )
     finally:
         progress.close()
+    if files is not None:
+        _write_end(files, code)
+    return code
 
 
 def _open_files(options: RunOptions, environment: Environment, world: World) -> JobFiles:
@@ -152,7 +156,7 @@ def _begin_output(
     if files is not None:
         files.begin(
             {
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "created": _now(),
                 "hosts": [report["host"] for report in reports],
                 "devices": [report["device"] for report in reports],
                 "options": asdict(options),
@@ -160,6 +164,18 @@ def _begin_output(
                 **facts,
             }
         )
+
+
+def _write_end(files: JobFiles, code: int) -> None:
+    """All is answered and the ranks have parted: what is wrong now can only be told."""
+    try:
+        files.end({"exit_code": int(code), "time": _now()})
+    except DistInferError as error:
+        _log.warning("%s", error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _open_batch(

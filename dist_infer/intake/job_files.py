@@ -1,8 +1,9 @@
 """Input and output of a job, and the run file beside the output: opened, compared with an earlier run, begun.
 
-Three moments, so that nothing of the user's is lost and a job that fails early leaves nothing behind. `open`: the input
+Four moments, so that nothing of the user's is lost and a job that fails early leaves nothing behind. `open`: the input
 is there, the output may be written, its lock is ours. `check`: the model is the earlier run's. `begin`: everything is
-known; the output is made, emptied or cut, then the run file is written, and only then records.
+known; the output is made, emptied or cut, then the run file is written, and only then records. `end`: all ranks have
+left together, and the run file says so.
 """
 
 import contextlib
@@ -58,6 +59,7 @@ class JobFiles:
         self._identity = dict(identity)
         self._output = output
         self._earlier = earlier
+        self._facts: Mapping[str, object] = {}
 
     @classmethod
     def open(cls, options: FileOptions, *, on_progress: Callable[[], None] = lambda: None) -> Self:
@@ -119,9 +121,12 @@ class JobFiles:
         """What a resumed run found, for the log; empty for any other."""
         if self._earlier is None:
             return ""
+        run = self._output.run if self._output is not None else None
+        vanished = run is not None and not run.has_ended
         return (
             f"resuming: {self._earlier.num_kept} records stay, "
             f"{self._earlier.num_dropped} of requests that died with a job are answered again"
+            f"{'; the earlier run has no end: it was killed, or a rank of it vanished' if vanished else ''}"
         )
 
     @property
@@ -148,9 +153,18 @@ class JobFiles:
 
         Errors: DistInferError.
         """
+        self._facts = facts
         if self._output is not None:
             self._output.begin(self._earlier)
             write_run_file(self._output.path, self._identity, facts)
+
+    def end(self, ended: Mapping[str, object]) -> None:
+        """Write how the run has ended, in order.
+
+        Errors: DistInferError.
+        """
+        if self._output is not None:
+            write_run_file(self._output.path, self._identity, {**self._facts, "ended": ended})
 
     def close(self) -> None:
         """Close both files and give the lock back, whatever happened. A second call does nothing."""

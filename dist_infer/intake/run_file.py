@@ -1,6 +1,7 @@
 """OUT.run.json: what a run was made of, so that a resumed one continues that run and no other.
 
-`identity` holds what an answer depends on: a run resumes only where all of it is equal. The rest is for people.
+`identity` holds what an answer depends on: a run resumes only where all of it is equal. `ended` comes last, when all
+ranks have left together: a run that was killed, or that a rank left without a word, has none. The rest is for people.
 """
 
 import json
@@ -36,6 +37,7 @@ class RunFile:
 
     path: Path
     identity: Identity
+    has_ended: bool = False
 
     @classmethod
     def path_for(cls, output: Path) -> Path:
@@ -64,7 +66,7 @@ class RunFile:
             raise UsageError(
                 f"{path} has schema {schema}, this version reads {SCHEMA}: resume with the version of then"
             )
-        return cls(path, identity)
+        return cls(path, identity, has_ended="ended" in fields)
 
     def check(self, now: Identity) -> None:
         """The fields of `now` are what they were.
@@ -82,7 +84,7 @@ class RunFile:
 
 
 def write_run_file(output: Path, identity: Identity, facts: Mapping[str, object]) -> None:
-    """Written atomically, before the first record.
+    """Written atomically, before the first record and at the end.
 
     Errors: DistInferError.
     """

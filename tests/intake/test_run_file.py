@@ -24,6 +24,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert fields == {"schema": 1, "identity": IDENTITY, "hosts": ["a", "b"]}
 
 
+def test_a_run_without_an_end_is_known(tmp_path: Path) -> None:
+    assert not written(tmp_path).has_ended
+    write_run_file(tmp_path / "out.jsonl", IDENTITY, {"ended": {"exit_code": 75}})
+    run = RunFile.read(tmp_path / "out.jsonl")
+    assert run is not None and run.has_ended
+
+
 def test_there_may_be_none(tmp_path: Path) -> None:
     assert RunFile.read(tmp_path / "out") is None
 
