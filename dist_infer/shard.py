@@ -19,6 +19,7 @@ from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import ModelConfig
 from dist_infer.errors import UsageError
 from dist_infer.kernels.choices import check_orders
+from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import num_blocks_for
 from dist_infer.layers.moe import check_experts
@@ -41,6 +42,7 @@ class ShardPlan:
     device: torch.device
     cache_dtype: torch.dtype  # of the KV cache
     batch_invariant: bool = False
+    tuned: Sequence[Measured] = ()  # before what is committed
     kernel_orders: Mapping[str, str] = field(default_factory=dict)  # see kernels/orders
 
 
@@ -65,6 +67,7 @@ def plan_shard(
     kv_cache_dtype: str = "auto",
     batch_invariant: bool = False,
     kernel_orders: Mapping[str, str] | None = None,
+    tuned: Sequence[Measured] = (),
 ) -> ShardPlan:
     """Check that the model can be cut over the mesh. `dtype` "auto" is the checkpoint's own, float32 on a CPU.
 
@@ -97,6 +100,7 @@ def plan_shard(
         cache_dtype=_cache_dtype(kv_cache_dtype, config, getattr(torch, dtype)),
         batch_invariant=batch_invariant,
         kernel_orders=kernel_orders or {},
+        tuned=tuned,
     )
 
 
@@ -168,6 +172,7 @@ def load_shard(
         kernel_orders=plan.kernel_orders,
         cached_as=plan.cache_dtype,
         batch_invariant=plan.batch_invariant,
+        tuned=plan.tuned,
         on_choice=note_choice,
     )
     slots = list(model.weight_slots())

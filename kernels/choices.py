@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from dist_infer.kernels.attention_measured import MEASURED
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Phase, Selection, Sizes, Target, order_libraries, resolve
+from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.orders import OPS, order_of
 from dist_infer.kernels.phases import num_seqs_by_phase
 
@@ -21,12 +22,13 @@ def select(
     orders: Mapping[str, str],
     *,
     phase: Phase | None = None,
+    tuned: Sequence[Measured] = (),
 ) -> Selection[F]:
-    """The libraries that can run, best first.
+    """The libraries that can run, best first; what was `tuned` goes before what is committed.
 
     Errors: UsageError for a malformed order, and when none can run.
     """
-    return resolve(op, libraries, target, order_of(orders, op, phase), phase=phase, measured=MEASURED)
+    return resolve(op, libraries, target, order_of(orders, op, phase), phase=phase, measured=(*tuned, *MEASURED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +71,13 @@ def select_phases(
     on_choice: Callable[[str], None],
     *,
     sizes: Sizes,
+    tuned: Sequence[Measured] = (),
 ) -> PhasedSelection[F]:
     """Both phases; `sizes` are those that a step is likely to have, for what is told now.
 
     Errors: UsageError for a malformed order, and when no library can run a phase.
     """
-    context, generation = (select(op, libraries, target, orders, phase=phase) for phase in Phase)
+    context, generation = (select(op, libraries, target, orders, phase=phase, tuned=tuned) for phase in Phase)
     selection = PhasedSelection(context=context, generation=generation, told=set(), on_choice=on_choice)
     for phase in Phase:
         selection.pick(phase, sizes)

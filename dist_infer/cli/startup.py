@@ -14,6 +14,7 @@ import torch
 from dist_infer.checkpoint.folder import open_model_folder
 from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
+from dist_infer.cli.kernel_tuning import read_tuned
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
 from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.peer_collectives import open_peer_axes
@@ -51,6 +52,7 @@ def stage(world: World, name: str, build: Callable[[], T]) -> T:
 
 def plan_model(options: EngineOptions, environment: Environment, world: World) -> ShardPlan:
     """The model's folder and what this rank holds of it. Ranks: collective over the world."""
+    tuned = read_tuned(environment.cache_dir, world)
 
     def plan() -> ShardPlan:
         mesh = Mesh.create(world=world.size, rank=world.rank, dp=options.dp, tp=options.tp, ep=options.ep)
@@ -67,6 +69,7 @@ def plan_model(options: EngineOptions, environment: Environment, world: World) -
             kv_cache_dtype=options.kv_cache_dtype,
             batch_invariant=options.batch_invariant,
             kernel_orders=options.kernel_orders,
+            tuned=tuned,
         )
 
     return stage(world, "read the model's folder", plan)

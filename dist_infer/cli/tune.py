@@ -1,14 +1,19 @@
 """`dist-infer tune`: options in, exit code out."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from dist_infer.cli.environment import Environment
 from dist_infer.errors import UsageError
 
 
 def tune(
+    what: Annotated[
+        Literal["all-reduce", "attention"], typer.Argument(help="What to measure.", show_default=True)
+    ] = "all-reduce",
     hidden: Annotated[
         str, typer.Option("--hidden", metavar="SIZES", help="Hidden sizes to measure, with commas between them.")
     ] = "4096,6144,7168,8192",
@@ -17,14 +22,28 @@ def tune(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Where to write the table. [default: standard output]"),
     ] = None,
+    heads: Annotated[
+        str,
+        typer.Option("--heads", metavar="COUNTS", help="Query heads of a rank to measure, with commas between them."),
+    ] = "16,128",
 ) -> int:
-    """Measure the ways of an all-reduce between the GPUs of this launch, and write the table that chooses among them.
+    """Measure what a choice depends on: ways of an all-reduce between the GPUs of this launch, or libraries of latent
+    attention's decode on a GPU.
 
     \b
     mpirun -n 2 dist-infer tune -o comm/all_reduce_measured.py
+    dist-infer tune attention --heads 16
 
-    Entries of other devices and other numbers of ranks stay as they are in the table that is in use.
+    The table of an all-reduce is written; entries of other devices and other numbers of ranks stay as they are in it.
+    That of attention is kept in the cache folder, where jobs find it: nothing is ever tuned while a job runs.
     """
+    if what == "attention":
+        counts = parse_heads(heads)
+        environment = Environment.read(os.environ)
+        environment.export(os.environ)
+        from dist_infer.cli.kernel_tuning import tune_attention
+
+        return int(tune_attention(counts, environment))
     sizes = parse_sizes(hidden)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens {max_tokens}: at least one token is needed")
@@ -32,6 +51,14 @@ def tune(
     from dist_infer.cli.tuning import tune_ranks
 
     return tune_ranks(sizes, max_tokens, output)
+
+
+def parse_heads(text: str) -> tuple[int, ...]:
+    """Errors: UsageError for what is no list of numbers of heads."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 128 for word in words):
+        raise UsageError(f"--heads {text}: numbers from 1 to 128 with commas between them are needed, as in 16,128")
+    return tuple(int(word) for word in words)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.kernels.choices import PhasedSelection, select, select_phases
 from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target
+from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.scaled_linear import WeightFormat
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -29,7 +30,7 @@ class LayerSetup:
     with dummy weights: routers do their work, but the experts of a row are drawn evenly. Linear layers quantise their
     weights to `weight_format` when they have been loaded: what is in `on_loaded` does it, and gives the bytes it freed.
     `cached_as` is the dtype of the KV cache, None: `dtype`. `batch_invariant`: attention of a sequence may not depend
-    on those beside it.
+    on those beside it. What was `tuned` on this device goes before the committed measurements.
     """
 
     tp: Collectives
@@ -45,6 +46,7 @@ class LayerSetup:
     weight_format: WeightFormat | None = None
     cached_as: torch.dtype | None = None
     batch_invariant: bool = False
+    tuned: Sequence[Measured] = ()
     on_loaded: list[Callable[[], int]] = field(default_factory=list)
 
     @property
@@ -77,7 +79,9 @@ class LayerSetup:
     ) -> PhasedSelection[F]:
         """What each step picks the libraries of its phases from; `sizes` are likely ones of a step."""
         target = Target(device=self.device, dtype=self.dtype, geometry=geometry)
-        selection = select_phases(op, libraries, target, self.kernel_orders, self.on_choice, sizes=sizes)
+        selection = select_phases(
+            op, libraries, target, self.kernel_orders, self.on_choice, sizes=sizes, tuned=self.tuned
+        )
         library = selection.pick(Phase.GENERATION, sizes)  # steps of that phase alone are captured
         if not library.graph_safe:
             self.graph_blockers.add(f"{op}.{Phase.GENERATION} by {library.name}")

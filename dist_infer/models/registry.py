@@ -1,6 +1,6 @@
 """From a Hugging Face config.json to this rank's shard of a model; what isn't supported is refused by field."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import get_args
 
@@ -10,6 +10,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import DType, ModelConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.layers.setup import LayerSetup
 from dist_infer.models.config_fields import Fields
@@ -52,6 +53,7 @@ def build_model(
     weight_format: WeightFormat | None = None,
     cached_as: torch.dtype | None = None,
     batch_invariant: bool = False,
+    tuned: Sequence[Measured] = (),
     on_loaded: list[Callable[[], int]] | None = None,
     kernel_orders: Mapping[str, str] | None = None,
     on_choice: Callable[[str], None] | None = None,
@@ -61,7 +63,8 @@ def build_model(
     `mesh` and `world` are those of the whole job, which experts are dealt to; without them the tp group is all there
     is. A MoE layer takes about `max_moe_tokens` rows of all ranks at a time, None: all of a step. `uniform_routing`
     deals rows to experts evenly, for benchmarks with dummy weights. `cached_as`: the dtype of the KV cache, if another.
-    `batch_invariant`: attention of a sequence does not depend on the others of its step.
+    `batch_invariant`: attention of a sequence does not depend on the others of its step. `tuned`: measurements
+    that go before the committed ones.
     Whoever asks for a `weight_format` calls what is in `on_loaded` after the load: it quantises the linear layers.
 
     Ranks: local; every rank builds its own.
@@ -80,6 +83,7 @@ def build_model(
         weight_format=weight_format,
         cached_as=cached_as,
         batch_invariant=batch_invariant,
+        tuned=tuned,
         on_loaded=[] if on_loaded is None else on_loaded,
     )
     return Decoder(config, setup, FAMILIES[config.architecture].moe_names)

@@ -36,7 +36,8 @@ def test_every_option_arrives(jobs: list[tuple[RunOptions, Environment]]) -> Non
     command = (
         "run -i in.jsonl -o out.jsonl --overwrite --model folder --load-format dummy --tp 2 --dp 3 --max-model-len 40 "
         "--max-num-seqs 5 --max-num-tokens 60 --block-size 7 --num-kv-blocks 8 --no-prefix-cache --dtype float64 "
-        "--no-peer-memory --quantize nvfp4 --kv-cache-dtype fp8 --batch-invariant --kernels linear=-triton --kernels mla_attention.context=triton "
+        "--no-peer-memory --quantize nvfp4 --kv-cache-dtype fp8 --batch-invariant "
+        "--kernels linear=-triton --kernels mla_attention.context=triton "
         "--device cpu --seed -9 --log-level debug --step-timeout 1.5 --shard 2/3 --max-inflight 9 "
         "--summary sum.json --grace 2.5"
     )

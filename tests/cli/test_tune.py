@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_infer.cli.tune import parse_sizes, tune
+from dist_infer.cli.tune import parse_heads, parse_sizes, tune
 from dist_infer.errors import UsageError
 
 
@@ -27,4 +27,11 @@ def test_what_is_no_list_of_sizes_is_refused(text: str, message: str) -> None:
 
 def test_no_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="at least one token"):
-        tune("4096", max_tokens=0)
+        tune(hidden="4096", max_tokens=0)
+
+
+def test_heads_are_read() -> None:
+    assert parse_heads("16, 128") == (16, 128)
+    for wrong in ("", "0", "129", "16;8", "-1"):
+        with pytest.raises(UsageError, match="numbers from 1 to 128"):
+            parse_heads(wrong)

@@ -1,0 +1,176 @@
+"""Measures which library of latent attention's decode is the fastest on this device, by heads and sequences.
+
+It is never called while a model is served: `dist-infer tune attention` does it, and keeps what it finds in a file.
+
+S sequences of one query each, N heads, L latent, R rotated, P plain and V value channels.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.dispatch import Library, Phase, Target, resolve
+from dist_infer.kernels.measured import Measured
+from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
+
+OP = "mla_attention"
+NUM_SEQS = (1, 2, 4, 8, 16, 32, 64, 128)  # a batch takes the entry of the next larger one
+CONTEXTS = (1024, 4096)
+SCHEMA = 1
+_LATENT, _ROTATED, _PLAIN, _VALUE = 512, 64, 128, 128  # of DeepSeek-V2 and V3
+_PAGE = 64
+_NUM_CALLS = 12
+_NUM_SAMPLES = 7
+
+Time = Callable[[Callable[[], object]], float]  # microseconds of a call
+
+
+def measure_attention(
+    target: Target,
+    heads: Sequence[int],
+    time_us: Time,
+    *,
+    libraries: Sequence[Library[PlanFunction]] = LIBRARIES,
+    num_seqs: Sequence[int] = NUM_SEQS,
+    contexts: Sequence[int] = CONTEXTS,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> list[Measured]:
+    """The entries of this device for these numbers of heads, from the sum of the times at all contexts."""
+    cache = torch.zeros(max(num_seqs) * max(contexts), _LATENT + _ROTATED, dtype=target.dtype, device=target.device)
+    cache.normal_(generator=torch.Generator(target.device).manual_seed(0))
+    found = []
+    for count in heads:
+        geometry = _geometry(count, target.dtype)
+        own = Target(device=target.device, dtype=target.dtype, geometry=geometry)
+        able = resolve(OP, libraries, own, phase=Phase.GENERATION).libraries
+        able = tuple(library for library in able if library.graph_safe) or able  # a step of decodes is captured
+        times: list[tuple[int, dict[str, float]]] = []
+        for seqs in num_seqs:
+            on_progress(f"{count} heads, {seqs} sequences")
+            of_library = dict.fromkeys((library.name for library in able), 0.0)
+            for context in contexts:
+                for library in able:
+                    of_library[library.name] += time_us(_call(library, cache, count, seqs, context))
+            times.append((seqs, of_library))
+        found += entries(target.device_name, count, geometry, times, contexts)
+    return found
+
+
+def _geometry(heads: int, dtype: torch.dtype) -> dict[str, int]:
+    return {
+        "heads": heads,
+        "kv_lora_rank": _LATENT,
+        "rope_dim": _ROTATED,
+        "cache_bytes": dtype.itemsize,
+        "batch_invariant": 0,
+    }
+
+
+def _call(library: Library[PlanFunction], cache: Tensor, heads: int, seqs: int, context: int) -> Callable[[], object]:
+    device, dtype = cache.device, cache.dtype
+    starts = np.arange(seqs + 1, dtype=np.int32)
+    lens = np.full(seqs, context, np.int32)
+    pages = torch.randperm(len(cache) // _PAGE, generator=torch.Generator().manual_seed(1))
+    step = PagedStep(
+        query_start=torch.from_numpy(starts).to(device),
+        kv_lens=torch.from_numpy(lens).to(device),
+        page_table=pages[: seqs * context // _PAGE].view(seqs, -1).int().to(device),
+        block_size=_PAGE,
+        host_query_start=starts,
+        host_kv_lens=lens,
+    )
+    attend = plan_mla_attention(step, kv_lora_rank=_LATENT, scale=(_PLAIN + _ROTATED) ** -0.5, library=library)
+    q = torch.ones(seqs, heads, _PLAIN + _ROTATED, dtype=dtype, device=device)
+    kv_b = torch.full((heads, _PLAIN + _VALUE, _LATENT), _LATENT**-0.5, dtype=dtype, device=device)
+    return lambda: attend(q, cache, kv_b)
+
+
+def entries(
+    device: str,
+    heads: int,
+    geometry: Mapping[str, int],
+    times: Sequence[tuple[int, Mapping[str, float]]],
+    contexts: Sequence[int],
+) -> list[Measured]:
+    """Neighbours with the same fastest library are one entry. `times`: (sequences, microseconds by library), rising."""
+    found: list[Measured] = []
+    first = 1
+    for idx, (seqs, of_library) in enumerate(times):
+        fastest = min(of_library, key=lambda name: of_library[name])
+        later = times[idx + 1][1] if idx + 1 < len(times) else {}
+        if later and min(later, key=lambda name: later[name]) == fastest:
+            continue
+        shown = ", ".join(f"{name} {time:.1f}" for name, time in of_library.items())
+        found.append(
+            Measured(
+                device=device,
+                op=f"{OP}.{Phase.GENERATION}",
+                library=fastest,
+                sizes={
+                    "heads": range(heads, heads + 1),
+                    "seqs": range(first, seqs + 1),
+                    "cache_bytes": range(geometry["cache_bytes"], geometry["cache_bytes"] + 1),
+                },
+                figures=f"us, sum over contexts of {', '.join(map(str, contexts))} at {seqs} sequences: {shown}",
+            )
+        )
+        first = seqs + 1
+    return found
+
+
+def graph_us(device: torch.device) -> Time:
+    """Times a call in a CUDA graph: the median of some replays."""
+
+    def time_us(call: Callable[[], object]) -> float:
+        call()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_NUM_CALLS):
+                call()
+        samples = []
+        for _ in range(_NUM_SAMPLES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(float(start.elapsed_time(end)) * 1e3 / _NUM_CALLS)
+        return statistics.median(samples)
+
+    return time_us
+
+
+def to_json(found: Sequence[Measured], versions: Mapping[str, str]) -> str:
+    """As `from_json` reads it."""
+    listed = [
+        {**asdict(entry), "sizes": {name: [values.start, values.stop] for name, values in entry.sizes.items()}}
+        for entry in found
+    ]
+    return json.dumps({"schema": SCHEMA, "versions": dict(versions), "entries": listed}, indent=1) + "\n"
+
+
+def from_json(text: str, versions: Mapping[str, str]) -> list[Measured]:
+    """Errors: ValueError for what is no such file, and for one of other versions."""
+    try:
+        fields = json.loads(text)
+        if fields["schema"] != SCHEMA or fields["versions"] != dict(versions):
+            raise ValueError(f"it was made with {fields['versions']}, this is {dict(versions)}")
+        return [
+            Measured(
+                device=str(entry["device"]),
+                op=str(entry["op"]),
+                library=str(entry["library"]),
+                sizes={str(name): range(int(start), int(stop)) for name, (start, stop) in entry["sizes"].items()},
+                figures=str(entry["figures"]),
+            )
+            for entry in fields["entries"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no table of measurements: {error!r}") from error
