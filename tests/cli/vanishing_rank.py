@@ -20,5 +20,5 @@ def step_or_vanish(engine: Engine) -> bool:
 
 
 if __name__ == "__main__":
-    Engine.step = step_or_vanish  # type: ignore[method-assign]
+    Engine.step = step_or_vanish  # type: ignore[method-assign, assignment]
     sys.exit(main())
