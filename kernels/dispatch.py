@@ -105,7 +105,7 @@ class Library(Generic[F]):
     supports: Callable[[Sizes], str | None] = any_sizes
     default: bool = True
     graph_safe: bool = False
-    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
+    prepare: Callable[[Any], Any] | None = None
     phases: tuple[Phase, ...] = tuple(Phase)
 
 
@@ -135,9 +135,13 @@ class Selection(Generic[F]):
     def _ordered(self, sizes: Sizes) -> tuple[Library[F], ...]:
         if not self.measured:
             return self.libraries
-        known = {**self.geometry, **sizes}
-        fastest = next((entry.library for entry in self.measured if entry.holds(known)), None)
+        fastest = self._fastest(sizes)
         return tuple(sorted(self.libraries, key=lambda library: library.name != fastest))
+
+    def _fastest(self, sizes: Sizes) -> str | None:
+        """As measured, where it was."""
+        known = {**self.geometry, **sizes}
+        return next((entry.library for entry in self.measured if entry.holds(known)), None)
 
     def explain(self, sizes: Sizes = _NO_SIZES) -> str:
         """One line: the choice for these sizes, then every library passed over with its reason."""
@@ -151,6 +155,8 @@ class Selection(Generic[F]):
                 chosen = library.name
             else:
                 notes.append(f"{library.name} comes later")
+        if chosen is not None and chosen == self._fastest(sizes):
+            notes.insert(0, "the fastest that was measured")
         return "; ".join([f"{self.op}: {chosen or 'none'}", *notes])
 
 
