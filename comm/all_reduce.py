@@ -23,11 +23,12 @@ from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.symmetric import PeerMemory, open_peer_memory
 from dist_infer.errors import UsageError
 from dist_infer.kernels import all_reduce as op
+from dist_infer.kernels import moe_finalize as moe_finalize_op
 from dist_infer.kernels import qk_norm as qk_norm_op
 from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import AllReduceFunction, Epilogue, PeerLayout, PeerSpace, Reduced
-from dist_infer.kernels.carriers import QkNorm, Rotation
+from dist_infer.kernels.carriers import ExpertOutputs, QkNorm, Rotation
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.quantize import QuantFormat
 
@@ -160,7 +161,7 @@ class FusedAllReduce:
         self._table = table
         self._device_name = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu"
         self._rms_norm = resolve("rms_norm", rms_norm_op.LIBRARIES, target).pick()
-        self._dtype = target.dtype
+        self._moe_finalize = resolve("moe_finalize", moe_finalize_op.LIBRARIES, target).pick()
         if target.dtype in op.DTYPES:
             self._quantize = resolve("quantize", quantize_op.LIBRARIES, target).pick()
         self._kernels: dict[Strategy, Library[AllReduceFunction]] = {}
@@ -173,7 +174,7 @@ class FusedAllReduce:
         if strategy is Strategy.LIBRARY and library_group is None and group.size > 1:
             raise UsageError("the library's all-reduce needs a group of torch.distributed")
 
-    def strategy_for(self, x: Tensor, fused_op: FusedOp = FusedOp.NONE) -> Strategy:
+    def strategy_for(self, x: Tensor | ExpertOutputs, fused_op: FusedOp = FusedOp.NONE) -> Strategy:
         """How a tensor is reduced: as asked for where the size allows, else by GATHER. The same on all ranks.
 
         Shapes: x [T, D].
@@ -182,8 +183,9 @@ class FusedAllReduce:
         if chosen is Strategy.LIBRARY or self._room is None:
             return Strategy.LIBRARY if chosen is Strategy.LIBRARY else Strategy.GATHER
         num_tokens, hidden = x.shape
-        row_bytes = hidden * x.element_size()
-        if x.dtype not in op.DTYPES or row_bytes % 16 or row_bytes > self._room.layout.row_bytes:
+        rows = x if isinstance(x, Tensor) else x.outputs
+        row_bytes = hidden * rows.element_size()
+        if rows.dtype not in op.DTYPES or row_bytes % 16 or row_bytes > self._room.layout.row_bytes:
             return Strategy.GATHER
         if chosen is Strategy.AUTO:
             chosen = look_up(
@@ -202,7 +204,7 @@ class FusedAllReduce:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | ExpertOutputs,
         fused_op: FusedOp = FusedOp.NONE,
         *,
         residual: Tensor | None = None,
@@ -210,7 +212,7 @@ class FusedAllReduce:
         eps: float = 0.0,
         scale: Tensor | None = None,
     ) -> Reduced:
-        """The sum of all ranks' `x` and what `fused_op` makes of it.
+        """The sum of all ranks' `x` and what `fused_op` makes of it; of outputs of experts the sum of their sums.
 
         Shapes: x, residual and results [T, D]; weight [D]; scale 1 element, of FP8 or NVFP4.
         Ranks: collective over the group.
@@ -230,8 +232,9 @@ class FusedAllReduce:
         )
         strategy = self.strategy_for(x, fused_op)
         if self._room is None or strategy not in self._kernels:
-            return self._finish(self._sum(x, strategy), epilogue)
-        if x.data_ptr() % 16:
+            rows = x if isinstance(x, Tensor) else moe_finalize_op.moe_finalize(x, library=self._moe_finalize)
+            return self._finish(self._sum(rows, strategy), epilogue)
+        if isinstance(x, Tensor) and x.data_ptr() % 16:
             x = x.clone()
         run = op.one_shot if strategy is Strategy.ONE_SHOT else op.two_shot
         return run(x, epilogue, self._room.enter(), library=self._kernels[strategy])

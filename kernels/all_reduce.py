@@ -12,8 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
+from dist_infer.kernels.carriers import ExpertOutputs, Fp8Scaling, Fp8Tensor, QuantizedTensor
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.moe_finalize import check_outputs
 from dist_infer.kernels.quantize import QuantFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -154,7 +155,7 @@ class Reduced:
     quantized: tuple[QuantizedTensor, ...]
 
 
-AllReduceFunction: TypeAlias = Callable[[Tensor, Epilogue, PeerSpace], Reduced]
+AllReduceFunction: TypeAlias = Callable[[Tensor | ExpertOutputs, Epilogue, PeerSpace], Reduced]
 
 
 def _triton(name: str) -> tuple[Library[AllReduceFunction], ...]:
@@ -166,14 +167,17 @@ ONE_SHOT_LIBRARIES = _triton("one_shot")
 TWO_SHOT_LIBRARIES = _triton("two_shot")
 
 
-def one_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace, *, library: Library[AllReduceFunction]) -> Reduced:
+def one_shot(
+    x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, *, library: Library[AllReduceFunction]
+) -> Reduced:
     """Every rank writes its rows into all peers and adds up all rows itself: one way over the wire, (N - 1) T D there.
 
     The sum is that of comm/collectives: in rank order from +0.0 in float32, rounded once. total = sum + residual,
-    rounded; normed and quantised as kernels/rms_norm and kernels/quantize have it, byte for byte. Sizes may differ from
-    call to call; a call without rows does nothing.
+    rounded; normed and quantised as kernels/rms_norm and kernels/quantize have it, byte for byte. Experts' outputs are
+    first added up on each rank, as kernels/moe_finalize does. Sizes may differ from call to call; a call without rows
+    does nothing.
 
-    Shapes: x and residual [T, D], or [ranks of the launch, T, D]; weight [D].
+    Shapes: x and residual [T, D], or [ranks of the launch, T, D]; weight [D]; ExpertOutputs likewise.
     Ranks: all of `space`, with the same shapes and the same sequence of calls, one stream a space.
     Errors: ValueError for shapes, dtypes or sizes that don't fit each other or the space.
     """
@@ -181,7 +185,9 @@ def one_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace, *, library: Librar
     return library.function(x, epilogue, space)
 
 
-def two_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace, *, library: Library[AllReduceFunction]) -> Reduced:
+def two_shot(
+    x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, *, library: Library[AllReduceFunction]
+) -> Reduced:
     """Each rank adds up its share of the rows and sends the sums to all: 2 (N - 1) / N T D on the wire in two ways.
 
     In all else as one_shot.
@@ -190,38 +196,46 @@ def two_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace, *, library: Librar
     return library.function(x, epilogue, space)
 
 
-def _check(name: str, x: Tensor, epilogue: Epilogue, space: PeerSpace, max_rows: int) -> None:
+def _check(name: str, x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, max_rows: int) -> None:
     shape = list(x.shape)
-    if x.dtype not in DTYPES or not x.is_contiguous() or x.data_ptr() % 16:
-        raise ValueError(f"{name}: x {x.dtype} {shape} is no contiguous 16-byte aligned tensor of a float type")
-    if x.dim() != space.memory.dim() + 1 or (x.dim() == 3 and x.shape[0] != space.num_local):
+    parts = [x] if isinstance(x, Tensor) else [x.outputs, x.ids, x.weights, *([] if x.shared is None else [x.shared])]
+    if not isinstance(x, Tensor):
+        check_outputs(name, x)
+    rows = parts[0]
+    aligned = not any(part.data_ptr() % 16 for part in (rows, *parts[3:]))
+    if rows.dtype not in DTYPES or not all(part.is_contiguous() for part in parts) or not aligned:
+        raise ValueError(f"{name}: x {rows.dtype} {shape} is no contiguous 16-byte aligned tensor of a float type")
+    if len(shape) != space.memory.dim() + 1 or (len(shape) == 3 and shape[0] != space.num_local):
         raise ValueError(f"{name}: x {shape} is not the rows of {space.num_local} ranks")
-    row_bytes = x.shape[-1] * x.element_size()
-    if row_bytes % 16 or row_bytes > space.layout.row_bytes or x.shape[-2] > max_rows:
+    row_bytes = shape[-1] * rows.element_size()
+    if row_bytes % 16 or row_bytes > space.layout.row_bytes or shape[-2] > max_rows:
         raise ValueError(
-            f"{name}: {x.shape[-2]} rows of {row_bytes} bytes are not up to {max_rows} rows of up to"
+            f"{name}: {shape[-2]} rows of {row_bytes} bytes are not up to {max_rows} rows of up to"
             f" {space.layout.row_bytes} bytes, a multiple of 16"
         )
     residual, weight = epilogue.residual, epilogue.weight
     if residual is not None and (
-        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+        residual.shape != x.shape or residual.dtype != rows.dtype or not residual.is_contiguous()
     ):
-        raise ValueError(f"{name}: residual {residual.dtype} {list(residual.shape)} differs from x {x.dtype} {shape}")
-    if weight is not None and (weight.shape != x.shape[-1:] or not weight.is_contiguous()):
+        raise ValueError(
+            f"{name}: residual {residual.dtype} {list(residual.shape)} differs from x {rows.dtype} {shape}"
+        )
+    if weight is not None and (list(weight.shape) != shape[-1:] or not weight.is_contiguous()):
         raise ValueError(f"{name}: weight {list(weight.shape)} does not fit x {shape}")
     if epilogue.quant_format is not None and weight is None:
         raise ValueError(f"{name}: what is quantised is the norm, which needs a weight")
 
 
-def empty_reduced(x: Tensor, epilogue: Epilogue) -> Reduced:
+def empty_reduced(x: Tensor | ExpertOutputs, epilogue: Epilogue) -> Reduced:
     """Results of that form, not filled."""
+    total = torch.empty_like(x) if isinstance(x, Tensor) else x.outputs.new_empty(x.shape)
     quantized: tuple[QuantizedTensor, ...] = ()
     if epilogue.quant_format is not None:
-        rows, width = x.shape[-2:]
-        first = epilogue.quant_format.empty(rows, width, device=x.device, scale=epilogue.scale)
-        quantized = (first,) if x.dim() == 2 else _stacked(first, x.shape[0])
+        rows, width = total.shape[-2:]
+        first = epilogue.quant_format.empty(rows, width, device=total.device, scale=epilogue.scale)
+        quantized = (first,) if total.dim() == 2 else _stacked(first, total.shape[0])
     has_norm = epilogue.weight is not None and (epilogue.keeps_norm or epilogue.quant_format is None)
-    return Reduced(total=torch.empty_like(x), normed=torch.empty_like(x) if has_norm else None, quantized=quantized)
+    return Reduced(total=total, normed=torch.empty_like(total) if has_norm else None, quantized=quantized)
 
 
 def _stacked(first: QuantizedTensor, num: int) -> tuple[QuantizedTensor, ...]:

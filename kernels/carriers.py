@@ -277,3 +277,24 @@ class Rotation:
     k_cache: Tensor
     v_cache: Tensor
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOutputs:
+    """What the experts that a rank holds made of its rows, not added up yet. T rows, K experts a row, D columns.
+
+    Shapes: outputs [T * K, D], of row t and its choice k in t K + k; ids [T, K] int32, those of experts held are from 0
+        to num_experts - 1, what stands for others is anything; weights [T, K] float32 (float64 for float64); shared, of
+        an expert that every row has, [T, D].
+    """
+
+    outputs: Tensor
+    ids: Tensor
+    weights: Tensor
+    num_experts: int
+    shared: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the sum: [T, D]."""
+        return torch.Size((*self.ids.shape[:-1], self.outputs.shape[-1]))

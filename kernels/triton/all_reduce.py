@@ -12,8 +12,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from dist_infer.kernels.all_reduce import Epilogue, PeerSpace, Reduced, empty_reduced
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor
+from dist_infer.kernels.carriers import ExpertOutputs, Fp8Scaling, Fp8Tensor, Nvfp4Tensor
 from dist_infer.kernels.triton.dependent_launch import may_read_early, overlapping, wait_for_inputs
+from dist_infer.kernels.triton.moe_finalize import finalized_words
 from dist_infer.kernels.triton.number_formats import num_zeroing_programs
 from dist_infer.kernels.triton.peer_words import await_flag, load_words, peek_words, publish, push_words, unpack_row
 from dist_infer.kernels.triton.quantize import kernel_format
@@ -38,8 +39,30 @@ _NUM_SMS = 128  # roughly: what a tile is made for
 
 
 @triton.jit
-def _push_row(
+def _own_words(
     x_start,
+    ids,
+    factors,
+    shared,
+    row,
+    lanes,
+    wanted,
+    ROW_BYTES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A row of this rank: as it is, or the sum over its experts."""
+    if TOP_K == 0:
+        words = load_words(x_start + row * ROW_BYTES + lanes, wanted)
+    else:
+        words = finalized_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
+    return words
+
+
+@triton.jit
+def _push_row(
+    words,
     table,
     space,
     slots,
@@ -50,22 +73,21 @@ def _push_row(
     lanes,
     wanted,
     NUM_RANKS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
 ):
-    """Write a row of this rank into its slot of every peer; gives back its words."""
-    row = row.to(tl.int64)
-    words = sent_words(x_start + row * ROW_BYTES + lanes, wanted)
+    """Write a row of this rank into its slot of every peer."""
     parity = tl.load(int32_at(space + row * 4), volatile=True)
     for step in tl.static_range(1, NUM_RANKS):
         peer = (rank + step) % NUM_RANKS
         slot = parity * (NUM_RANKS - 1) + slot_of(rank, peer)
         push_words(tl.load(table + peer) + slots + slot * slot_bytes + row * row_stride + lanes, wanted, words)
-    return words
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "slots", "slot_bytes", "row_stride"])
 def one_shot_kernel(
     x,
+    ids,
+    factors,
+    shared,
     residual,
     weight,
     total_out,
@@ -89,6 +111,8 @@ def one_shot_kernel(
     HIDDEN: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     FORMAT: tl.constexpr,
     ZEROING: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -119,7 +143,12 @@ def one_shot_kernel(
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
     slot_bytes = tl.cast(slot_bytes, tl.int64)
     first_element = local.to(tl.int64) * num_rows * HIDDEN
-    x_start = (x + first_element).to(tl.int64)
+    x_start = (x + first_element * (TOP_K if TOP_K > 0 else 1)).to(tl.int64)
+    if TOP_K > 0:
+        ids += local.to(tl.int64) * num_rows * TOP_K
+        factors += local.to(tl.int64) * num_rows * TOP_K
+        if shared is not None:
+            shared = (shared + first_element).to(tl.int64)
     total_out += first_element
     if residual is not None:
         residual += first_element
@@ -134,37 +163,24 @@ def one_shot_kernel(
     num_programs = tl.num_programs(0)
     if AHEAD > 0:
         for turn in tl.static_range(AHEAD):
-            row = program + turn * num_programs
-            if row < num_rows:
-                _push_row(
-                    x_start, table, space, slots, slot_bytes, row_stride, row, rank, lanes, wanted, NUM_RANKS, ROW_BYTES
-                )
-    for row in range(program, num_rows, num_programs):
+            first = (program + turn * num_programs).to(tl.int64)
+            if first < num_rows:
+                words = sent_words(load_words(x_start + first * ROW_BYTES + lanes, wanted))
+                _push_row(words, table, space, slots, slot_bytes, row_stride, first, rank, lanes, wanted, NUM_RANKS)
+    for number in range(program, num_rows, num_programs):
+        row = tl.cast(number, tl.int64)
         # Asked for first: behind what goes over the wire it would come late.
-        added = load_residual(residual, tl.cast(row, tl.int64), columns, inside, HIDDEN)
+        added = load_residual(residual, row, columns, inside, HIDDEN)
         if AHEAD > 0:
             ahead = row + AHEAD * num_programs
             if ahead < num_rows:
-                _push_row(
-                    x_start,
-                    table,
-                    space,
-                    slots,
-                    slot_bytes,
-                    row_stride,
-                    ahead,
-                    rank,
-                    lanes,
-                    wanted,
-                    NUM_RANKS,
-                    ROW_BYTES,
-                )
-            own = sent_words(x_start + tl.cast(row, tl.int64) * ROW_BYTES + lanes, wanted)
-        else:
-            own = _push_row(
-                x_start, table, space, slots, slot_bytes, row_stride, row, rank, lanes, wanted, NUM_RANKS, ROW_BYTES
-            )
-        row = tl.cast(row, tl.int64)
+                words = sent_words(load_words(x_start + ahead * ROW_BYTES + lanes, wanted))
+                _push_row(words, table, space, slots, slot_bytes, row_stride, ahead, rank, lanes, wanted, NUM_RANKS)
+        own = sent_words(
+            _own_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
+        )
+        if AHEAD == 0:
+            _push_row(own, table, space, slots, slot_bytes, row_stride, row, rank, lanes, wanted, NUM_RANKS)
         turn_of_row = int32_at(space + row * 4)
         parity = tl.load(turn_of_row, volatile=True)
         start = space + slots + parity * (NUM_RANKS - 1) * slot_bytes + row * row_stride
@@ -209,6 +225,9 @@ def _next_epoch(space, counters, idx):
 @triton.jit(do_not_specialize=[*_SIZES, "max_tiles", "flags", "counters", "parts", "part_bytes", "sums", "row_stride"])
 def two_shot_kernel(
     x,
+    ids,
+    factors,
+    shared,
     residual,
     weight,
     total_out,
@@ -236,6 +255,8 @@ def two_shot_kernel(
     HIDDEN: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     FORMAT: tl.constexpr,
     ZEROING: tl.constexpr,
     ROWS: tl.constexpr,
@@ -267,7 +288,12 @@ def two_shot_kernel(
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
     part_bytes = tl.cast(part_bytes, tl.int64)
     first_element = local.to(tl.int64) * num_rows * HIDDEN
-    x_start = (x + first_element).to(tl.int64)
+    x_start = (x + first_element * (TOP_K if TOP_K > 0 else 1)).to(tl.int64)
+    if TOP_K > 0:
+        ids += local.to(tl.int64) * num_rows * TOP_K
+        factors += local.to(tl.int64) * num_rows * TOP_K
+        if shared is not None:
+            shared = (shared + first_element).to(tl.int64)
     total_out += first_element
     if residual is not None:
         residual += first_element
@@ -290,7 +316,10 @@ def two_shot_kernel(
         for tile in range(program, tl.cdiv(end - first, ROWS), num_programs):
             counter, epoch = _next_epoch(space, counters, slot_of(peer, rank) * max_tiles + tile)
             for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
-                words = load_words(x_start + (first + part_row).to(tl.int64) * ROW_BYTES + lanes, wanted)
+                row = (first + part_row).to(tl.int64)
+                words = _own_words(
+                    x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE
+                )
                 part = peer_space + parts + slot * part_bytes + tl.cast(part_row, tl.int64) * row_stride
                 push_words(part + lanes, wanted, words)
             publish(peer_space + flags + (slot * max_tiles + tile).to(tl.int64) * 4, epoch)
@@ -305,7 +334,7 @@ def two_shot_kernel(
         for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
             row = (first + part_row).to(tl.int64)
             added = load_residual(residual, row, columns, inside, HIDDEN)
-            words = load_words(x_start + row * ROW_BYTES + lanes, wanted)
+            words = _own_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
             start = space + parts + tl.cast(part_row, tl.int64) * row_stride
             summed = row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, False)
             for step in tl.static_range(1, NUM_RANKS):
@@ -372,7 +401,7 @@ def two_shot_kernel(
     zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)
 
 
-def one_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace) -> Reduced:
+def one_shot(x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace) -> Reduced:
     """See `dist_infer.kernels.all_reduce.one_shot`."""
     reduced = empty_reduced(x, epilogue)
     num_rows = x.shape[-2]
@@ -388,13 +417,13 @@ def one_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace) -> Reduced:
         layout.slot_bytes,
         layout.row_bytes,
         **constants,
-        AHEAD=_AHEAD if num_rows > num_programs else 0,
+        AHEAD=_AHEAD if num_rows > num_programs and isinstance(x, Tensor) else 0,
         **options,
     )
     return reduced
 
 
-def two_shot(x: Tensor, epilogue: Epilogue, space: PeerSpace) -> Reduced:
+def two_shot(x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace) -> Reduced:
     """See `dist_infer.kernels.all_reduce.two_shot`."""
     reduced = empty_reduced(x, epilogue)
     num_rows = x.shape[-2]
@@ -428,12 +457,13 @@ def _even_programs(num_rows: int, max_programs: int) -> int:
 
 
 def _common(
-    x: Tensor, epilogue: Epilogue, space: PeerSpace, reduced: Reduced
+    x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, reduced: Reduced
 ) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """The first arguments of both kernels, their constants, and how they are launched."""
     num_rows, hidden = x.shape[-2:]
     columns, num_warps = tile_of(hidden)
-    per_vector = 16 // x.element_size()
+    rows = reduced.total
+    per_vector = 16 // rows.element_size()
     data = scales = scale = None
     data_stride = scales_stride = zeroing = 0
     quant_format = None
@@ -448,9 +478,11 @@ def _common(
             scale = first.global_scale if isinstance(first, Nvfp4Tensor) else None
             zeroing = num_zeroing_programs(num_rows, hidden // block, swizzled=swizzled)
     memory_stride = 0 if space.memory.dim() == 1 else space.memory.stride(0)
-    arguments: list[Any] = [x, epilogue.residual, epilogue.weight, reduced.total, reduced.normed]
+    sources: tuple[Tensor | None, ...]
+    sources = (x, None, None, None) if isinstance(x, Tensor) else (x.outputs, x.ids, x.weights, x.shared)
+    arguments: list[Any] = [*sources, epilogue.residual, epilogue.weight, reduced.total, reduced.normed]
     arguments += [data, scales, scale, data_stride, scales_stride, space.memory, memory_stride]
-    arguments += [space.table, space.rank, num_rows, int(may_read_early(x)), epilogue.eps]
+    arguments += [space.table, space.rank, num_rows, int(may_read_early(rows)), epilogue.eps]
     num_ranks = space.layout.num_ranks
     vectors_a_thread = triton.cdiv(columns // per_vector, 32 * num_warps)
     constants = {
@@ -458,8 +490,10 @@ def _common(
         "HIDDEN": hidden,
         "VECTORS": hidden // per_vector,
         "BLOCK": columns // per_vector,
+        "TOP_K": 0 if isinstance(x, Tensor) else x.ids.shape[-1],
+        "NUM_EXPERTS": 0 if isinstance(x, Tensor) else x.num_experts,
         "FORMAT": quant_format,
         "ZEROING": zeroing,
         "PEEK": vectors_a_thread * (num_ranks - 1) <= _MAX_PEEKED,
     }
-    return arguments, constants, {"num_warps": num_warps, **overlapping(x, alone=not space.shares_device)}
+    return arguments, constants, {"num_warps": num_warps, **overlapping(rows, alone=not space.shares_device)}

@@ -8,16 +8,15 @@ import triton
 import triton.language as tl
 
 from dist_infer.kernels.triton.number_formats import zero_invented_rows
-from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
+from dist_infer.kernels.triton.peer_words import clear_words, peek_words, sendable, settle_words, unpack_row
 from dist_infer.kernels.triton.quantized_rows import store_row_in_place
 from dist_infer.kernels.triton.rms_norm import row_scale
 
 
 @triton.jit
-def sent_words(address, wanted):
+def sent_words(words):
     """A row of this rank as its peers get it."""
-    word_0, word_1, word_2, word_3 = load_words(address, wanted)
-    return sendable(word_0), sendable(word_1), sendable(word_2), sendable(word_3)
+    return sendable(words[0]), sendable(words[1]), sendable(words[2]), sendable(words[3])
 
 
 @triton.jit

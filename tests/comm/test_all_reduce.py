@@ -20,7 +20,9 @@ from dist_infer.errors import UsageError
 from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import Reduced
+from dist_infer.kernels.carriers import ExpertOutputs
 from dist_infer.kernels.dispatch import Target, resolve
+from dist_infer.kernels.moe_finalize import LIBRARIES, moe_finalize
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.launch.world import World
 from tests.comm.peer_ranks import needs_peers, opened_room, skip_without_peers
@@ -112,6 +114,30 @@ def test_gather_on_the_cpu(fused_op: FusedOp, group: Collectives) -> None:
     for num_tokens in (0, 1, 33, 129):
         if num_tokens <= most:
             check_op(reduce, group.size, group.rank, num_tokens, fused_op, CPU)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_outputs_of_experts_are_added_up_first(group: Collectives) -> None:
+    reduce = FusedAllReduce(group, CPU, strategy=Strategy.GATHER)
+    for num_tokens in (0, 1, 33, 129):
+        generator = torch.Generator().manual_seed(num_tokens)
+        weight = torch.randn(HIDDEN, generator=generator).bfloat16()
+        residual = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+        ranks = [
+            ExpertOutputs(
+                outputs=torch.randn(num_tokens * 4, HIDDEN, generator=generator).bfloat16(),
+                ids=torch.randint(-1, 3, (num_tokens, 4), generator=generator, dtype=torch.int32),
+                weights=torch.rand(num_tokens, 4, generator=generator),
+                num_experts=3,
+                shared=torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
+            )
+            for _ in range(group.size)
+        ]
+        given = {"residual": residual, "weight": weight}
+        ours = reduce(ranks[group.rank], FusedOp.RESIDUAL_RMS_NORM, eps=EPS, **given)
+        sums = [moe_finalize(x, library=LIBRARIES[-1]) for x in ranks]
+        theirs = _expected(sums, FusedOp.RESIDUAL_RMS_NORM, {**given, "scale": None}, CPU)
+        assert _same(ours.total, theirs.total) and _same(ours.normed, theirs.normed)
 
 
 @pytest.mark.ranks(2)

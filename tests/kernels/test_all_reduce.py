@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels import all_reduce as op
+from dist_infer.kernels import moe_finalize as moe_finalize_op
 from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import SENTINEL, Epilogue, PeerLayout, PeerSpace, Reduced
-from dist_infer.kernels.carriers import QuantizedTensor
+from dist_infer.kernels.carriers import ExpertOutputs, QuantizedTensor
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.kernels.triton import all_reduce as kernels
 from dist_infer.kernels.triton.quantize import kernel_format
@@ -205,20 +206,21 @@ def scales_of_rows(quantized: QuantizedTensor) -> Tensor:
     return scales
 
 
-def compiled(kernel: Any, hidden: int, dtype: str, *, residual: bool, num_ranks: int = 2, **constants: Any) -> Compiled:
+def compiled(
+    kernel: Any, hidden: int, dtype: str, *, residual: bool, num_ranks: int = 2, top_k: int = 0, **constants: Any
+) -> Compiled:
     columns, num_warps = tile_of(hidden)
     per_vector = 4 if dtype == "fp32" else 8
     pointers = ["x", "weight", "total_out", "norm_out", *(["residual"] if residual else [])]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"memory": "*u8", "table": "*i64", "eps": "fp32"}
     missing = {"data": None, "scales": None, "scale": None} | ({} if residual else {"residual": None})
-    constants |= missing | {
-        "FORMAT": None,
-        "ZEROING": 0,
-        "PEEK": True,
-        "OVERLAP": True,
-        "NUM_RANKS": num_ranks,
-    }
+    if top_k:
+        types |= {"ids": "*i32", "factors": "*fp32", "shared": f"*{dtype}"}
+    else:
+        missing |= {"ids": None, "factors": None, "shared": None}
+    constants |= missing | {"FORMAT": None, "ZEROING": 0, "PEEK": True, "OVERLAP": True, "NUM_RANKS": num_ranks}
     constants |= {"HIDDEN": hidden, "VECTORS": hidden // per_vector, "BLOCK": columns // per_vector}
+    constants |= {"TOP_K": top_k, "NUM_EXPERTS": 64}
     sizes = [name for name in kernel.arg_names if name not in types and name not in constants]
     types |= dict.fromkeys(sizes, "i32") | {"memory_stride": "i64"}
     return compile_ahead(kernel, types, constants, num_warps=num_warps)
@@ -234,6 +236,8 @@ ONE_SHOT, TWO_SHOT = {"AHEAD": 0}, {"ROWS": 4}
         ("one_shot_kernel", 2048, "fp32", False, {"AHEAD": 2}),
         ("two_shot_kernel", 7168, "bf16", False, TWO_SHOT),
         ("two_shot_kernel", 6144, "fp16", True, TWO_SHOT),
+        ("one_shot_kernel", 2048, "bf16", True, {"AHEAD": 0, "top_k": 8}),
+        ("two_shot_kernel", 7168, "bf16", True, {"ROWS": 4, "top_k": 8}),
     ],
 )
 def test_ahead_of_time(name: str, hidden: int, dtype: str, residual: bool, constants: dict[str, Any]) -> None:
@@ -275,7 +279,7 @@ def one_device(num_ranks: int, *, row_bytes: int, max_rows: int) -> PeerSpace:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results hold 0xFF where a kernel doesn't write."""
 
-    def poison(x: Tensor, epilogue: Epilogue) -> Reduced:
+    def poison(x: Tensor | ExpertOutputs, epilogue: Epilogue) -> Reduced:
         reduced = op.empty_reduced(x, epilogue)
         outputs = [reduced.total, *([] if reduced.normed is None else [reduced.normed])]
         for quantized in reduced.quantized:
@@ -372,6 +376,42 @@ def test_bytes_of_other_types(strategy: str, dtype: torch.dtype) -> None:
         x = rows_of_ranks(4, num_tokens, 2048, dtype, seed=num_tokens)
         residual = torch.randn(num_tokens, 2048, device="cuda").to(dtype)
         run_and_check(strategy, space, x, epilogue_of("residual_rms_norm", residual, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("strategy", FUNCTIONS)
+def test_outputs_of_experts_are_added_up_first(strategy: str, dtype: torch.dtype) -> None:
+    """Byte for byte as kernels/moe_finalize and then the sum; without a shared expert every other time."""
+    space = one_device(4, row_bytes=4 * 2048, max_rows=300)
+    weight = torch.randn(2048, device="cuda").to(dtype)
+    for call, num_tokens in enumerate((1, 129, 0, 33, 300, 2)):
+        outputs = rows_of_ranks(4, num_tokens * 8, 2048, dtype, seed=call)
+        ids = torch.randint(-1, 6, (4, num_tokens, 8), device="cuda", dtype=torch.int32)
+        shared = rows_of_ranks(4, num_tokens, 2048, dtype, seed=9 + call) if call % 2 else None
+        weights = torch.rand(4, num_tokens, 8, device="cuda")
+        x = ExpertOutputs(outputs=outputs, ids=ids, weights=weights, num_experts=5, shared=shared)
+        residual = torch.randn(num_tokens, 2048, device="cuda").to(dtype)
+        epilogue = epilogue_of("residual_rms_norm", residual, weight)
+        stacked = replace(epilogue, residual=residual.expand(4, -1, -1).contiguous())
+        reduced = FUNCTIONS[strategy](x, stacked, space, library=LIBRARY[strategy])
+        sums = [
+            moe_finalize_op.moe_finalize(
+                replace(
+                    x,
+                    outputs=outputs[rank],
+                    ids=ids[rank],
+                    weights=weights[rank],
+                    shared=None if shared is None else shared[rank],
+                ),
+                library=moe_finalize_op.LIBRARIES[0],
+            )
+            for rank in range(4)
+        ]
+        theirs = separate_ops(ordered_sum(torch.stack(sums)), epilogue)
+        for rank in range(4):
+            check_same(of_rank(reduced, rank), theirs)
 
 
 @pytest.mark.gpu
