@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from dist_infer.comm.all_reduce import PeerRoom, open_peer_room
 from dist_infer.comm.collectives import Collectives, TorchCollectives
@@ -56,7 +57,7 @@ def opened_room(group: Collectives, world: World, max_tokens: int = 1000, hidden
 def _gloo_group(world: World) -> dist.ProcessGroup:
     """A group that torch has registered: peer memory is found through its name."""
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("peer ranks", world.store), rank=world.rank, world_size=world.size
+        "gloo", store=PrefixStore("peer ranks", world.store), rank=world.rank, world_size=world.size
     )
     assert dist.group.WORLD is not None
     return dist.group.WORLD

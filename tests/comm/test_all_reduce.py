@@ -5,6 +5,7 @@ Every rank makes the inputs of all ranks from one seed, so it can compute what i
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.wire import NcclWire
 from dist_infer.errors import UsageError
+from dist_infer.kernels import qk_norm as qk_norm_op
 from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import Reduced
-from dist_infer.kernels.carriers import ExpertOutputs
+from dist_infer.kernels.carriers import ExpertOutputs, QkNorm, Rotation
 from dist_infer.kernels.dispatch import Target, resolve
 from dist_infer.kernels.moe_finalize import LIBRARIES, moe_finalize
 from dist_infer.kernels.quantize import QuantFormat
@@ -290,3 +292,65 @@ def test_ten_thousand_calls_with_late_ranks(strategy: Strategy, group: Collectiv
             graphs[sizes[turn * 7 // 3 % 4]].replay()
             call(sizes[turn % 4])
         assert wrong.item() == 0
+
+
+@needs_peers
+@pytest.mark.gpu
+@pytest.mark.ranks(*PEER_RANKS, timeout=120)
+@pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])
+def test_outputs_of_experts_through_peer_memory(strategy: Strategy, group: Collectives, world: World) -> None:
+    skip_without_peers(world)
+    device = world.device
+    with opened_room(group, world) as room:
+        ours, separate = (
+            FusedAllReduce(group, _target(world), room=room, strategy=way) for way in (strategy, Strategy.GATHER)
+        )
+        for num_tokens in (1, 33, 0, 300):
+            generator = torch.Generator(device).manual_seed(world.rank)
+            x = ExpertOutputs(
+                outputs=torch.randn(num_tokens * 8, HIDDEN, device=device, generator=generator).bfloat16(),
+                ids=torch.randint(-1, 5, (num_tokens, 8), device=device, generator=generator, dtype=torch.int32),
+                weights=torch.rand(num_tokens, 8, device=device, generator=generator),
+                num_experts=4,
+            )
+            totals = [reduce(x).total for reduce in (ours, separate)]
+            assert _same(*totals)
+
+
+@needs_peers
+@pytest.mark.gpu
+@pytest.mark.ranks(*PEER_RANKS, timeout=120)
+def test_heads_are_normed_through_peer_memory(group: Collectives, world: World) -> None:
+    """As by separate ops, between sums of whole rows; more tokens than there is room for are not taken."""
+    skip_without_peers(world)
+    device = world.device
+    with opened_room(group, world, max_tokens=300) as room:
+        reduce = FusedAllReduce(group, _target(world), room=room)
+        assert not reduce.takes_heads(torch.zeros(301, 8, 64, device=device).bfloat16())
+        for num_tokens in (1, 33, 0, 300, 2):
+            generator = torch.Generator(device).manual_seed(world.rank)
+            qkv = torch.randn(num_tokens, 8, 64, device=device, generator=generator).bfloat16()
+            weights = [torch.randn(heads * 64, device=device, generator=generator).bfloat16() for heads in (4, 2)]
+            norm = QkNorm(
+                q_weight=weights[0],
+                k_weight=weights[1],
+                num_q_channels=world.size * 256,
+                num_k_channels=world.size * 128,
+                eps=EPS,
+                counts_keys=(True,),
+            )
+            angles = torch.rand(num_tokens, 16, device=device, generator=generator)
+            caches = [torch.zeros(300, 2, 64, device=device).bfloat16() for _ in range(4)]
+            slots = torch.arange(num_tokens, device=device)
+            rotation = Rotation(
+                cos=angles.cos(), sin=angles.sin(), slots=slots, k_cache=caches[0], v_cache=caches[1], interleaved=False
+            )
+            ours = reduce.norm_rotary(qkv, norm, rotation)
+            squares = qk_norm_op.head_squares(qkv, 2, counts_keys=True, library=qk_norm_op.SQUARES_LIBRARIES[0])
+            apart = replace(rotation, k_cache=caches[2], v_cache=caches[3])
+            theirs = qk_norm_op.norm_rotary(
+                qkv, group.all_reduce(squares), norm, apart, library=qk_norm_op.NORM_ROTARY_LIBRARIES[0]
+            )
+            assert _same(ours, theirs) and _same(caches[0], caches[2]) and _same(caches[1], caches[3])
+            x = torch.full((num_tokens, HIDDEN), 1.5, device=device).bfloat16()
+            assert (reduce(x).total == 1.5 * world.size).all()
