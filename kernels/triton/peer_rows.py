@@ -37,7 +37,7 @@ def _choice_word(ids, weights, row, lane, WORD: tl.constexpr, VECTORS: tl.conste
 @triton.jit
 def _packed_row(x_row, ids, weights, row, lane, VECTORS: tl.constexpr, TOP_K: tl.constexpr):
     """The words of a row of this rank, as its peers get them."""
-    word_0, word_1, word_2, word_3 = sent_words(x_row + lane.to(tl.int64) * 16, lane < VECTORS)
+    word_0, word_1, word_2, word_3 = sent_words(load_words(x_row + lane.to(tl.int64) * 16, lane < VECTORS))
     word_0 |= _choice_word(ids, weights, row, lane, 0, VECTORS, TOP_K)
     word_1 |= _choice_word(ids, weights, row, lane, 1, VECTORS, TOP_K)
     word_2 |= _choice_word(ids, weights, row, lane, 2, VECTORS, TOP_K)
@@ -189,7 +189,7 @@ def scatter_kernel(
         parity = tl.load(int32_at(space + turns + row * 4), volatile=True)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
-            words = sent_words(parts_start + (peer * num_rows + row) * ROW_BYTES + lanes, wanted)
+            words = sent_words(load_words(parts_start + (peer * num_rows + row) * ROW_BYTES + lanes, wanted))
             slot = (parity * OTHERS + slot_of(rank, peer)).to(tl.int64)
             push_words(tl.load(table + peer) + slots + slot * slot_bytes + row * ROW_BYTES + lanes, wanted, words)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
