@@ -1,6 +1,6 @@
 """Decode steps of the whole engine on two GPUs beside one of them, with dummy weights.
 
-    python -m dist_infer.launch.mpirun -n 2 -- python -m benchmarks.bench_two_gpus [MODEL ...]
+    python -m dist_infer.launch.mpirun -n 2 -- python -m benchmarks.bench_two_gpus [MODEL ...] [--layout NAME]
 
 Models are folders in tests/data/models; bench_decode says how a step is measured. First each GPU serves the model by
 itself, both at the same time; then they serve it together: one sequence on one group of two ranks (tp=2), which hold
@@ -8,7 +8,7 @@ half of the experts each (ep=2) or half of each expert (ep=1), and 128 sequences
 (dp=2 ep=2). A figure is that of the slower rank. The peer is one GPU with the same sequences in the same process:
 tokens a second grow as the time shrinks.
 
-Rows of models that are not named are kept as they are in the results.
+Rows of models and layouts that are not asked for are kept as they are in the results.
 """
 
 import argparse
@@ -74,14 +74,16 @@ def together(world: World, layout: Layout, config: ModelConfig) -> Place:
     )
 
 
-def measure(name: str, world: World) -> Iterator[Row]:
-    """The rows of a model. Ranks: collective over the world."""
+def measure(name: str, only: str | None, world: World) -> Iterator[Row]:
+    """The rows of a model, of one layout if it is named. Ranks: collective over the world."""
     folder = open_model_folder(MODELS / name, weights=False)
     config = parse_config(folder.config)
     positions = max(config.max_position_embeddings, 2 * PREFILL)
     folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
     has_experts = config.moe is not None
-    layouts = WITH_EXPERTS if has_experts else DENSE
+    layouts = [layout for layout in (WITH_EXPERTS if has_experts else DENSE) if only in (None, layout.name)]
+    if not layouts:
+        return
     batches = sorted({layout.batch for layout in layouts})
     served = Served(folder, uniform_routing=has_experts, batches=batches, warms_up=False)
     one_us = {batch: slowest(world, served.decode(batch)[0]) for batch in batches}
@@ -127,29 +129,28 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def kept_rows(device: torch.device, name: str) -> list[Row]:
-    """Rows of models other than this one that the results hold."""
+def kept_rows(device: torch.device, case: str) -> list[Row]:
+    """Rows of all cases but this one that the results hold."""
     path = RESULTS / f"{BENCH}-{device_name(device, 2)}.json"
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return [Row(**row) for row in rows if row["case"].split()[0] != name]
+    return [Row(**row) for row in rows if row["case"] != case]
 
 
-def run(names: list[str], world: World) -> int:
+def run(names: list[str], only: str | None, world: World) -> int:
     """Measures all models and writes after each row. Ranks: collective over the world."""
     if world.size != 2 or world.device.type != "cuda" or world.gpu_shared:
         raise UsageError("bench_two_gpus needs two ranks with a GPU each")
     for name in names:
-        rows = kept_rows(world.device, name)
-        for row in measure(name, world):
-            rows.append(row)
+        for row in measure(name, only, world):
             if world.rank == 0:
                 gain = row.peers["one GPU"] / row.ours_us
                 sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {gain:.2f} times the speed of one GPU\n")
                 sys.stdout.write(f"    {dict(row.peers)}, {dict(row.bounds)}\n")
                 sys.stdout.flush()
-                write_results(BENCH, sorted(rows, key=lambda row: row.case), device=world.device, num_devices=2)
+                rows = sorted([*kept_rows(world.device, row.case), row], key=lambda row: row.case)
+                write_results(BENCH, rows, device=world.device, num_devices=2)
         free_memory()
     return ExitCode.DONE
 
@@ -158,8 +159,9 @@ def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=sorted(path.name for path in MODELS.iterdir()))
-    names: list[str] = parser.parse_args().models
-    sys.exit(run_world(partial(run, names), device="cuda"))
+    parser.add_argument("--layout", help="one of those in the case names, such as 'dp=2 ep=2'; default: all")
+    options = parser.parse_args()
+    sys.exit(run_world(partial(run, options.models, options.layout), device="cuda"))
 
 
 if __name__ == "__main__":
