@@ -85,11 +85,6 @@ def plan_shard(
     heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp, mesh.tp_rank)
     if config.moe is not None:
         check_experts(config.moe, mesh)
-    if batch_invariant and config.mla is None:
-        raise UsageError(
-            f"--batch-invariant is for latent attention (DeepSeek-V2, V3): that of {config.architecture} cuts sequences"
-            " by the batch"
-        )
     return ShardPlan(
         folder=folder,
         config=config,

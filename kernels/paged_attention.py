@@ -19,9 +19,17 @@ from dist_infer.kernels.reference.paged_attention import plan_paged_attention as
 
 
 class PlanFunction(Protocol):
-    """(step, num_kv_heads, scale, window) -> attend(q, k_cache, v_cache)."""
+    """(step, num_kv_heads, scale, window, batch_invariant) -> attend(q, k_cache, v_cache)."""
 
-    def __call__(self, step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None) -> Attend:
+    def __call__(
+        self,
+        step: PagedStep,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        batch_invariant: bool = False,
+    ) -> Attend:
         """Plans a step whose sequences have been checked. Without a window it isn't given one."""
         ...
 
@@ -50,6 +58,7 @@ def plan_paged_attention(
     window: int | None = None,
     library: Library[PlanFunction],
     generation: Library[PlanFunction] | None = None,
+    batch_invariant: bool = False,
 ) -> Attend:
     """The attention of one step as a function (q, k_cache, v_cache) -> out.
 
@@ -60,6 +69,8 @@ def plan_paged_attention(
     n // (N / K). Scores, softmax and the sum are in float32 (float64 for float64), one rounding; a library may round
     the softmax weights too, to the dtype of the values. A sequence with kv_len 0 gives zeros. What lies in pages beyond
     kv_len, or in pages of other sequences, never shows.
+
+    With `batch_invariant` the bits of a sequence's result don't depend on the other sequences of its step.
 
     In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
@@ -83,7 +94,7 @@ def plan_paged_attention(
         raise ValueError(
             f"paged_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table"
         )
-    given: dict[str, Any] = {"num_kv_heads": num_kv_heads, "scale": scale}
+    given: dict[str, Any] = {"num_kv_heads": num_kv_heads, "scale": scale, "batch_invariant": batch_invariant}
     if window is not None:
         given["window"] = window
     context: Plan = partial(library.function, **given)

@@ -46,17 +46,6 @@ def test_a_cache_of_e4m3_is_for_latents_alone(tmp_path: Path) -> None:
         planned(latent, "bf16")
 
 
-def test_batch_invariance_is_for_latents_alone(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--batch-invariant is for latent attention .* LlamaForCausalLM cuts"):
-        plan_shard(
-            open_model_folder(make_tiny_llama(tmp_path, 4, 2)),
-            Mesh.create(world=1, rank=0),
-            dtype="auto",
-            device=CPU,
-            batch_invariant=True,
-        )
-
-
 def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path, 4, 2)
     assert [len(plan(folder, world=3, rank=rank).heads.heads) for rank in range(3)] == [1, 1, 2]

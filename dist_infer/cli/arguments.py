@@ -189,7 +189,7 @@ BatchInvariant = Annotated[
     bool,
     typer.Option(
         "--batch-invariant",
-        help="Latent attention of a sequence has the same bits whatever else is in its step: it is cut at fixed "
+        help="Attention of a sequence has the same bits whatever else is in its step: it is cut at fixed "
         "places. Slower for few sequences. Other layers may still multiply another number of rows in another order.",
     ),
 ]

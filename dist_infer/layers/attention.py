@@ -52,6 +52,7 @@ class AttentionPlanner:
         self._num_kv_heads = len(shard.kv_heads)
         self._scale = config.head_dim**-0.5 * config.rope.score_factor
         self._window = config.sliding_window
+        self._batch_invariant = setup.batch_invariant
         self._libraries = setup.choose_phases(
             "paged_attention",
             attention_op.LIBRARIES,
@@ -75,6 +76,7 @@ class AttentionPlanner:
             window=self._window,
             library=context,
             generation=generation,
+            batch_invariant=self._batch_invariant,
         )
 
 

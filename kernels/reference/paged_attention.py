@@ -43,13 +43,20 @@ class _Chunk:
 
 
 def plan_paged_attention(
-    step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None
+    step: PagedStep,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    batch_invariant: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See `dist_infer.kernels.paged_attention.plan_paged_attention`."""
     query_lens = np.diff(step.host_query_start)
     active = (query_lens > 0) & (step.host_kv_lens > 0)
     window = window or _NO_WINDOW
-    decodes = [_plan_decodes(step, seqs, num_kv_heads, window) for seqs in _by_length(step, active & (query_lens == 1))]
+    single = active & (query_lens == 1)
+    groups = [[seq] for seq in np.flatnonzero(single).tolist()] if batch_invariant else _by_length(step, single)
+    decodes = [_plan_decodes(step, seqs, num_kv_heads, window) for seqs in groups]
     chunks = [
         chunk for seq in np.flatnonzero(active & (query_lens > 1)) for chunk in _plan_chunks(step, int(seq), window)
     ]

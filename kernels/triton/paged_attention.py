@@ -17,7 +17,12 @@ from dist_infer.kernels.triton.paged_prefill import attend_tiles, plan_prefill, 
 
 
 def plan_paged_attention(
-    step: PagedStep, *, num_kv_heads: int, scale: float, window: int | None = None
+    step: PagedStep,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    batch_invariant: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See `dist_infer.kernels.paged_attention.plan_paged_attention`."""
     query_lens = np.diff(step.host_query_start)
@@ -28,7 +33,7 @@ def plan_paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q = q if q.stride(2) == 1 else q.contiguous()
         if has_single:
-            attend_single(step, q, k_cache, v_cache, scale, out, window)
+            attend_single(step, q, k_cache, v_cache, scale, out, window, batch_invariant=batch_invariant)
         if has_longer:
             group = q.shape[1] // num_kv_heads
             shape = tile_shape(q.dtype, q.shape[2], group)

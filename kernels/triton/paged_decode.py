@@ -18,6 +18,7 @@ from dist_infer.kernels.triton.attention_splits import (
     choose_num_splits,
     count_queries,
     count_seen,
+    num_fixed_splits,
     num_processors,
     split_length,
 )
@@ -35,8 +36,12 @@ def attend_single(
     scale: float,
     out: Tensor,
     window: int | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """Fills the rows of `out` that belong to sequences of one query, which sees its last `window` keys.
+
+    `batch_invariant`: all that decides about the order of a sum is the same for any number of sequences.
 
     Shapes: q [T, N, H], caches [C, K, H], out [T, N, H] contiguous.
     """
@@ -44,12 +49,17 @@ def attend_single(
     group = q.shape[1] // num_kv_heads
     dim = max(16, triton.next_power_of_2(head_dim))
     num_programs = step.num_seqs * num_kv_heads
-    small = num_programs <= _FEW_PROGRAMS or q.dtype == torch.float32 or dim > 128
+    few = num_programs <= _FEW_PROGRAMS and not batch_invariant
+    small = few or q.dtype == torch.float32 or dim > 128
     keys = 32 if small else 64
-    warps, stages = (4, 5) if num_programs <= 2 * num_processors(q.device) else (2, 3)
+    warps, stages = (4, 5) if batch_invariant or num_programs <= 2 * num_processors(q.device) else (2, 3)
     max_kv_len = int(step.host_kv_lens.max())
     max_kv_len = max_kv_len if window is None else min(max_kv_len, window)
-    num_splits = choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2)
+    num_splits = (
+        num_fixed_splits(max_kv_len)
+        if batch_invariant
+        else choose_num_splits(num_programs, max_kv_len, keys, q.device, per_processor=2)
+    )
     results = SplitResults(q, step.num_seqs, q.shape[1], num_splits, head_dim)
     _single_kernel[(num_kv_heads, num_splits, step.num_seqs)](
         q,
@@ -76,11 +86,12 @@ def attend_single(
         DIM=dim,
         KEYS=keys,
         WINDOW=window,
+        IS_FIXED=batch_invariant,
         num_warps=warps,
         num_stages=stages,
         **overlapping(q),
     )
-    results.merge(out, step.query_start, step.kv_lens, keys, window)
+    results.merge(out, step.query_start, step.kv_lens, keys, window, fixed=batch_invariant)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=STEP_TENSORS)
@@ -109,13 +120,14 @@ def _single_kernel(
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_FIXED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + seq)
     num_seen = count_seen(kv_len, WINDOW)
-    length = split_length(num_seen, num_splits, KEYS)
+    length = split_length(num_seen, num_splits, KEYS, IS_FIXED)
     begin = kv_len - num_seen + split * length
     if ((begin >= kv_len) & (split > 0)) | (count_queries(query_start, seq) != 1):
         return

@@ -11,6 +11,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.paged_attention import LIBRARIES, PlanFunction, plan_paged_attention
+from dist_infer.kernels.phases import take_sequences
 from dist_infer.kernels.reference import paged_attention as reference
 from tests.kernels.aot import compile_ahead
 from tests.kernels.captured import captured
@@ -145,6 +146,30 @@ def test_against_the_formula(library: Library[PlanFunction], device: str, dtype:
     check_error(out, truth, formula(case, dtype))
     if library.name == "reference":
         check_rounded_once(out, truth)
+
+
+@library_runs(LIBRARIES, [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 600])
+def test_alone_and_in_a_batch_the_bits_are_the_same(
+    library: Library[PlanFunction], device: str, dtype: torch.dtype, window: int | None
+) -> None:
+    """Of sequences of one split, of several, and of several queries; a GPU has more of them."""
+    lens = [(1, 700), (1, 65), (3, 70), (1, 1100), (1, 0), (5, 5), (1, 513)]
+    lens = [*lens, *([(1, 20000 + idx) for idx in range(40)] if device == "cuda" else [])]
+    case = make_case(lens, heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=dtype, device=device)
+
+    def attend_invariantly(step: PagedStep, q: Tensor) -> Tensor:
+        planned = plan_paged_attention(
+            step, num_kv_heads=2, scale=SCALE, window=window, library=library, batch_invariant=True
+        )
+        return planned(q, case.k_cache, case.v_cache)
+
+    out = attend_invariantly(case.step, case.q)
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window))
+    for seq in range(7):
+        rows, alone = take_sequences(case.step, [seq])
+        own = slice(*case.step.host_query_start[seq : seq + 2].tolist())
+        assert torch.equal(attend_invariantly(alone, case.q.index_select(0, rows)), out[own]), lens[seq]
 
 
 @library_runs(LIBRARIES)
@@ -288,7 +313,7 @@ def test_compiled_ahead_of_time(new: str, window: int | None) -> None:
         signature |= dict.fromkeys(("k_cache", "v_cache"), "*bf16") | {"page_table": "*i32", "table_stride": "i32"}
         signature |= dict.fromkeys(("slot_stride", "kv_head_stride"), "i32:16") | {"num_splits": "i32"}
         signature |= dict.fromkeys(("split_total", "split_largest", "split_weight_sum"), "*fp32")
-        constexprs |= {"ROWS": 16, "KEYS": 64, "BLOCK_SIZE": 16, "OVERLAP": True}
+        constexprs |= {"ROWS": 16, "KEYS": 64, "BLOCK_SIZE": 16, "OVERLAP": True, "IS_FIXED": False}
         compiled = compile_ahead(paged_decode._single_kernel, signature, constexprs, num_warps=4, num_stages=5)
     else:
         shape = paged_prefill.tile_shape(torch.bfloat16, 128, 4)
