@@ -23,20 +23,25 @@ NormRotaryFunction: TypeAlias = Callable[[Tensor, Tensor, QkNorm, Rotation], Ten
 ReducedNormFunction: TypeAlias = Callable[[Tensor, QkNorm, Rotation, PeerSpace], Tensor]
 
 
-def _module(name: str) -> Callable[..., Tensor]:
-    return deferred("dist_infer.kernels.triton.qk_norm", name)
+def _triton(name: str, *, module: str = "qk_norm") -> Callable[..., Tensor]:
+    return deferred(f"dist_infer.kernels.triton.{module}", name)
 
 
 SQUARES_LIBRARIES: tuple[Library[SquaresFunction], ...] = (
-    Library(name="triton", function=_module("head_squares"), is_available=on_triton, graph_safe=True),
+    Library(name="triton", function=_triton("head_squares"), is_available=on_triton, graph_safe=True),
     Library(name="torch", function=reference.head_squares),
 )
 NORM_ROTARY_LIBRARIES: tuple[Library[NormRotaryFunction], ...] = (
-    Library(name="triton", function=_module("norm_rotary"), is_available=on_triton, graph_safe=True),
+    Library(name="triton", function=_triton("norm_rotary"), is_available=on_triton, graph_safe=True),
     Library(name="torch", function=reference.norm_rotary),
 )
 ONE_SHOT_LIBRARIES: tuple[Library[ReducedNormFunction], ...] = (
-    Library(name="triton", function=_module("reduced_norm_rotary"), is_available=on_triton, graph_safe=True),
+    Library(
+        name="triton",
+        function=_triton("reduced_norm_rotary", module="reduced_qk_norm"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
 )
 
 

@@ -10,25 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.all_reduce import PeerSpace
 from dist_infer.kernels.carriers import QkNorm, Rotation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
-from dist_infer.kernels.triton.peer_words import await_quad, clear_quad, push_quad
-from dist_infer.kernels.triton.reduced_rows import int32_at, slot_of
 from dist_infer.kernels.triton.rms_norm import tile_of
-
-_SIZES = ["num_tokens"]
 
 
 @triton.jit
-def _squares_of(source, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def squares_of(source, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """The sum of squares of WIDTH elements, in an order that TILE and the number of warps settle."""
     channel = tl.arange(0, TILE)
     values = tl.load(source + channel, mask=channel < WIDTH, other=0).to(tl.float32)
     return tl.sum(values * values, 0)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["num_tokens"])
 def _squares_kernel(
     qkv,
     out,
@@ -44,10 +39,10 @@ def _squares_kernel(
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * token_stride
-    tl.store(out + token * 2, _squares_of(source, Q_WIDTH, Q_TILE))
+    tl.store(out + token * 2, squares_of(source, Q_WIDTH, Q_TILE))
     squares = 0.0
     if COUNTS_KEYS:
-        squares = _squares_of(source + Q_WIDTH, K_WIDTH, K_TILE)
+        squares = squares_of(source + Q_WIDTH, K_WIDTH, K_TILE)
     tl.store(out + token * 2 + 1, squares)
 
 
@@ -107,7 +102,7 @@ def _turn_heads(
 
 
 @triton.jit
-def _finish_token(
+def finish_token(
     source,
     out,
     token,
@@ -154,7 +149,7 @@ def _finish_token(
     tl.store(v_cache + slot * slot_stride + channel, values, mask=inside & (slot >= 0))
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["num_tokens"])
 def _norm_kernel(
     qkv,
     squares,
@@ -186,145 +181,12 @@ def _norm_kernel(
 ):
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    _finish_token(
+    finish_token(
         qkv + token * token_stride, out, token,
         tl.load(squares + token * 2), tl.load(squares + token * 2 + 1),
         q_weight, k_weight, q_channels, k_channels, eps, cos, sin, slots, k_cache, v_cache, slot_stride,
         Q_WIDTH, K_WIDTH, K_TILE, Q_HEADS, K_HEADS, HEAD_DIM, HALF, INTERLEAVED, HALF_BLOCK, REST_BLOCK,
     )  # fmt: skip
-
-
-@triton.jit
-def _push_squares(
-    source,
-    table,
-    space,
-    slots_at,
-    slot_bytes,
-    row_stride,
-    token,
-    rank,
-    counts_keys,
-    NUM_RANKS: tl.constexpr,
-    Q_WIDTH: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-):
-    """Send this rank's sums of a token to every peer; gives them back, and the turn of the row."""
-    q_squares = _squares_of(source, Q_WIDTH, Q_TILE)
-    k_squares = _squares_of(source + Q_WIDTH, K_WIDTH, K_TILE)
-    k_squares = tl.where(counts_keys, k_squares, 0.0)
-    parity = tl.load(int32_at(space + token * 4), volatile=True)
-    for step in tl.static_range(1, NUM_RANKS):
-        peer = (rank + step) % NUM_RANKS
-        slot = parity * (NUM_RANKS - 1) + slot_of(rank, peer)
-        push_quad(
-            tl.load(table + peer) + slots_at + slot * slot_bytes + token * row_stride,
-            q_squares.to(tl.int32, bitcast=True),
-            k_squares.to(tl.int32, bitcast=True),
-        )
-    return q_squares, k_squares, parity
-
-
-@triton.jit(
-    do_not_specialize=[
-        *_SIZES,
-        "memory_stride",
-        "first_rank",
-        "slots_at",
-        "slot_bytes",
-        "row_stride",
-        "counted",
-        "cache_stride",
-    ]
-)
-def _reduced_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    out,
-    cos,
-    sin,
-    slots,
-    k_cache,
-    v_cache,
-    slot_stride,
-    num_tokens,
-    token_stride,
-    q_channels,
-    k_channels,
-    eps,
-    memory,
-    memory_stride,
-    table,
-    first_rank,
-    slots_at,
-    slot_bytes,
-    row_stride,
-    counted,
-    cache_stride,
-    NUM_RANKS: tl.constexpr,
-    Q_WIDTH: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """As one_shot_kernel, with the two sums of a token for its row: places, turns and why they suffice are the same."""
-    wait_for_inputs(OVERLAP)
-    local = tl.program_id(1)
-    rank = first_rank + local
-    counts_keys = ((counted >> local) & 1) != 0
-    space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
-    slot_bytes = tl.cast(slot_bytes, tl.int64)
-    first_token = local.to(tl.int64) * num_tokens
-    qkv += first_token * token_stride
-    out += first_token * Q_WIDTH
-    q_weight += local * Q_WIDTH
-    k_weight += local * K_WIDTH
-    k_cache += local.to(tl.int64) * cache_stride
-    v_cache += local.to(tl.int64) * cache_stride
-    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        token = tl.cast(number, tl.int64)
-        source = qkv + token * token_stride
-        own_q, own_k, parity = _push_squares(
-            source, table, space, slots_at, slot_bytes, row_stride, token, rank, counts_keys,
-            NUM_RANKS, Q_WIDTH, K_WIDTH, Q_TILE, K_TILE,
-        )  # fmt: skip
-        start = space + slots_at + parity * (NUM_RANKS - 1) * slot_bytes + token * row_stride
-        q_squares = 0.0
-        k_squares = 0.0
-        previous_q, previous_k = own_q, own_k
-        for source_rank in tl.static_range(NUM_RANKS):
-            term_q, term_k = own_q, own_k
-            if source_rank > 0:
-                term_q = tl.where(source_rank > rank, previous_q, own_q)
-                term_k = tl.where(source_rank > rank, previous_k, own_k)
-            if source_rank < NUM_RANKS - 1:
-                words = await_quad(start + source_rank * slot_bytes)
-                previous_q = words[0].to(tl.float32, bitcast=True)
-                previous_k = words[1].to(tl.float32, bitcast=True)
-                term_q = tl.where(source_rank < rank, previous_q, term_q)
-                term_k = tl.where(source_rank < rank, previous_k, term_k)
-            q_squares += term_q
-            k_squares += term_k
-        tl.debug_barrier()  # all threads have read sums and turn
-        for slot in tl.static_range(NUM_RANKS - 1):
-            clear_quad(start + slot * slot_bytes)
-        tl.store(int32_at(space + token * 4), 1 - parity)
-        _finish_token(
-            source, out, token, q_squares, k_squares,
-            q_weight, k_weight, q_channels, k_channels, eps, cos, sin, slots, k_cache, v_cache, slot_stride,
-            Q_WIDTH, K_WIDTH, K_TILE, Q_HEADS, K_HEADS, HEAD_DIM, HALF, INTERLEAVED, HALF_BLOCK, REST_BLOCK,
-        )  # fmt: skip
 
 
 def head_squares(qkv: Tensor, num_kv_heads: int, counts_keys: bool) -> Tensor:
@@ -333,13 +195,13 @@ def head_squares(qkv: Tensor, num_kv_heads: int, counts_keys: bool) -> Tensor:
     out = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv.device)
     if num_tokens:
         qkv = _aligned(qkv)
-        widths, num_warps = _widths(num_all, num_kv_heads, head_dim)
+        sizes, num_warps = widths(num_all, num_kv_heads, head_dim)
         _squares_kernel[(num_tokens,)](
             qkv,
             out,
             num_tokens,
             qkv.stride(0),
-            **widths,
+            **sizes,
             COUNTS_KEYS=counts_keys,
             num_warps=num_warps,
             **overlapping(qkv),
@@ -354,50 +216,21 @@ def norm_rotary(qkv: Tensor, squares: Tensor, norm: QkNorm, rotation: Rotation) 
     out = qkv.new_empty(num_tokens, num_all - 2 * num_kv_heads, head_dim)
     if num_tokens:
         qkv = _aligned(qkv)
-        widths, num_warps = _widths(num_all, num_kv_heads, head_dim)
-        del widths["Q_TILE"]
+        sizes, num_warps = widths(num_all, num_kv_heads, head_dim)
+        del sizes["Q_TILE"]
         _norm_kernel[(num_tokens,)](
             qkv,
             squares.contiguous(),
-            *_arguments(qkv, norm, rotation, out),
-            **widths,
-            **_head_sizes(num_all, rotation),
+            *arguments(qkv, norm, rotation, out),
+            **sizes,
+            **head_sizes(num_all, rotation),
             num_warps=num_warps,
             **overlapping(qkv),
         )
     return out
 
 
-def reduced_norm_rotary(qkv: Tensor, norm: QkNorm, rotation: Rotation, space: PeerSpace) -> Tensor:
-    """See `dist_infer.kernels.qk_norm.reduced_norm_rotary`."""
-    num_tokens, num_all, head_dim = qkv.shape[-3:]
-    num_kv_heads = rotation.k_cache.shape[-2]
-    out = qkv.new_empty(*qkv.shape[:-2], num_all - 2 * num_kv_heads, head_dim)
-    if num_tokens:
-        layout = space.layout
-        widths, num_warps = _widths(num_all, num_kv_heads, head_dim)
-        _reduced_kernel[min(num_tokens, space.max_programs), space.num_local](
-            qkv,
-            *_arguments(qkv, norm, rotation, out),
-            space.memory,
-            0 if space.memory.dim() == 1 else space.memory.stride(0),
-            space.table,
-            space.rank,
-            layout.slots,
-            layout.slot_bytes,
-            layout.row_bytes,
-            sum(1 << idx for idx, counts in enumerate(norm.counts_keys) if counts),
-            rotation.k_cache.stride(0),
-            NUM_RANKS=layout.num_ranks,
-            **widths,
-            **_head_sizes(num_all, rotation),
-            num_warps=num_warps,
-            **overlapping(qkv, alone=not space.shares_device),
-        )
-    return out
-
-
-def _widths(num_all: int, num_kv_heads: int, head_dim: int) -> tuple[dict[str, int], int]:
+def widths(num_all: int, num_kv_heads: int, head_dim: int) -> tuple[dict[str, int], int]:
     """Widths and tiles of queries and keys, and warps: what settles the order of their sums."""
     q_width, k_width = (num_all - 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim
     tile, num_warps = tile_of(max(q_width, k_width))
@@ -409,7 +242,8 @@ def _widths(num_all: int, num_kv_heads: int, head_dim: int) -> tuple[dict[str, i
     }, num_warps
 
 
-def _head_sizes(num_all: int, rotation: Rotation) -> dict[str, Any]:
+def head_sizes(num_all: int, rotation: Rotation) -> dict[str, Any]:
+    """Constants of what follows the sums."""
     num_kv_heads, head_dim = rotation.k_cache.shape[-2:]
     half = rotation.cos.shape[1]
     return {
@@ -423,7 +257,8 @@ def _head_sizes(num_all: int, rotation: Rotation) -> dict[str, Any]:
     }
 
 
-def _arguments(qkv: Tensor, norm: QkNorm, rotation: Rotation, out: Tensor) -> tuple[Any, ...]:
+def arguments(qkv: Tensor, norm: QkNorm, rotation: Rotation, out: Tensor) -> tuple[Any, ...]:
+    """What the kernels behind the sums are given, from q_weight to eps."""
     return (
         norm.q_weight,
         norm.k_weight,

@@ -7,10 +7,36 @@ A row is spread over the threads of a program in vectors of 16 bytes. N ranks.
 import triton
 import triton.language as tl
 
+from dist_infer.kernels.triton.moe_finalize import finalized_words
 from dist_infer.kernels.triton.number_formats import zero_invented_rows
-from dist_infer.kernels.triton.peer_words import clear_words, peek_words, sendable, settle_words, unpack_row
+from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
 from dist_infer.kernels.triton.quantized_rows import store_row_in_place
 from dist_infer.kernels.triton.rms_norm import row_scale
+
+# Arguments of the kernels that differ from call to call.
+CALL_SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "num_rows", "early")
+
+
+@triton.jit
+def own_words(
+    x_start,
+    ids,
+    factors,
+    shared,
+    row,
+    lanes,
+    wanted,
+    ROW_BYTES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A row of this rank: as it is, or the sum over its experts."""
+    if TOP_K == 0:
+        words = load_words(x_start + row * ROW_BYTES + lanes, wanted)
+    else:
+        words = finalized_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
+    return words
 
 
 @triton.jit

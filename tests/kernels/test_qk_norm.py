@@ -15,6 +15,7 @@ from dist_infer.kernels.carriers import QkNorm, Rotation
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.qk_norm import SquaresFunction
 from dist_infer.kernels.triton import qk_norm as kernels
+from dist_infer.kernels.triton import reduced_qk_norm as reduced
 from tests.kernels.aot import compile_ahead
 from tests.kernels.library_cases import library_cases
 from tests.yardstick import check_error
@@ -150,7 +151,7 @@ def test_what_does_not_fit_into_peer_memory_is_refused() -> None:
 
 def test_ahead_of_time() -> None:
     """As MiniMax-M2 on two ranks: 24 query heads and 4 KV heads, half of 128 channels turned."""
-    widths, num_warps = kernels._widths(32, 4, 128)
+    widths, num_warps = kernels.widths(32, 4, 128)
     sizes = {"Q_HEADS": 32, "K_HEADS": 4, "HEAD_DIM": 128, "HALF": 32, "INTERLEAVED": False}
     sizes |= {"HALF_BLOCK": 32, "REST_BLOCK": 64, "OVERLAP": True, **widths}
     types = dict.fromkeys(("qkv", "q_weight", "k_weight", "out", "k_cache", "v_cache"), "*bf16")
@@ -158,7 +159,7 @@ def test_ahead_of_time() -> None:
     types |= {"token_stride": "i32:16", "q_channels": "fp32", "k_channels": "fp32", "eps": "fp32"}
     peers = dict.fromkeys(("first_rank", "slots_at", "slot_bytes", "row_stride", "counted", "cache_stride"), "i32")
     peers |= {"memory": "*u8", "memory_stride": "i64", "table": "*i64"}
-    made = compile_ahead(kernels._reduced_kernel, types | peers, sizes | {"NUM_RANKS": 2}, num_warps=num_warps)
+    made = compile_ahead(reduced._reduced_kernel, types | peers, sizes | {"NUM_RANKS": 2}, num_warps=num_warps)
     assert "ld.relaxed.sys.global.v4.b32" in made.asm["ptx"] and made.spilled_bytes == 0
     alone_types = {"qkv": "*bf16", "out": "*fp32", "num_tokens": "i32", "token_stride": "i32:16"}
     alone = compile_ahead(
@@ -235,8 +236,8 @@ def test_a_sum_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -
     """The planted fault: slots are read as they are."""
     from tests.kernels import peer_code
 
-    kernel = peer_code.rebuilt(kernels._reduced_kernel, await_quad=peer_code.hasty_quad)
-    monkeypatch.setattr(kernels, "_reduced_kernel", kernel)
+    kernel = peer_code.rebuilt(reduced._reduced_kernel, await_quad=peer_code.hasty_quad)
+    monkeypatch.setattr(reduced, "_reduced_kernel", kernel)
     layout = PeerLayout(num_ranks=8, row_bytes=4096, one_shot_rows=200, two_shot_rows=8)
     space = all_reduce_op.space_on_one_device(layout, torch.device("cuda"))
 
