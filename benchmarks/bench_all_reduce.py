@@ -15,7 +15,7 @@ sample together: else the time in which one waits for the other's host would be 
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -271,18 +271,24 @@ def bench(world: World) -> ExitCode:
     """Measures and, on rank 0, writes the results."""
     if world.device.type != "cuda":
         raise UsageError("GPUs are needed")
-    rows: list[Row] = []
     if world.size == 1:
-        rows += rows_on_one_device(world.device)
-    else:
-        group: Collectives = world.communicators(Mesh.create(world=world.size, rank=world.rank)).tp
-        if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
-            raise UsageError("each rank needs a GPU of its own")
-        ranks = TwoGpus(world, group, group.wire)
-        for hidden in OPS:
-            for num_tokens in TOKENS:
-                rows += ranks.rows(num_tokens, hidden)
-        ranks.close()
+        _report(list(rows_on_one_device(world.device)), world)
+        return ExitCode.DONE
+    group: Collectives = world.communicators(Mesh.create(world=world.size, rank=world.rank)).tp
+    if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
+        raise UsageError("each rank needs a GPU of its own")
+    ranks = TwoGpus(world, group, group.wire)
+    rows: list[Row] = []
+    for hidden in OPS:
+        for num_tokens in TOKENS:
+            rows += ranks.rows(num_tokens, hidden)
+        _report(rows, world)
+    ranks.close()
+    return ExitCode.DONE
+
+
+def _report(rows: Sequence[Row], world: World) -> None:
+    """All rows so far. Ranks: rank 0 writes."""
     if world.rank == 0:
         path = write_results("bench_all_reduce", rows, device=world.device, num_devices=world.size)
         lines = [
@@ -290,7 +296,7 @@ def bench(world: World) -> ExitCode:
             for row in rows
         ]
         sys.stdout.write(f"{path}\n{''.join(lines)}")
-    return ExitCode.DONE
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
