@@ -13,14 +13,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from dist_infer.kernels.cute.mla_merge import hand_in, merge_parts
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, keys_seen, normalise
 from dist_infer.kernels.cute.mla_tiles import (
     BLOCK,
     NUM_LATENT_BLOCKS,
     TILE,
     WIDTH,
+    Task,
     clear_latents,
-    describe_parts,
     part_slot,
     tiles_of,
     wrapped,
@@ -31,6 +32,7 @@ SLOT_COLUMNS = SLOT_BLOCKS * BLOCK
 SLOTS_OF_TILE = WIDTH // SLOT_COLUMNS
 _PAIR_BARRIER = 3
 _HALF = NUM_LATENT_BLOCKS // 2
+_TURN = 2  # blocks that are exchanged at once
 
 
 def score_mma(dtype, rows):
@@ -60,28 +62,16 @@ def attend_few_rows(
     probabilities: cute.Tensor,  # [row, token, warpgroup]
     maxima: cute.Tensor,  # [warpgroup, parity, warp, row]
     stats: cute.Tensor,  # [warpgroup, sum of each warp and then the maximum, row]
-    exchange: cute.Tensor,  # [thread, value, warpgroup], on the queries' memory
+    exchange: cute.Tensor,  # [thread, value, block, warpgroup], on the queries' memory
     full: cute.Pointer,
     empty: cute.Pointer,
     q_full: cute.Pointer,
     q_empty: cute.Pointer,
-    kv_lens: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    part_out: cute.Tensor,
-    part_lse: cute.Tensor,
-    parts: cute.Tensor,
-    rows: Int32,
-    heads: Int32,
-    scale: Float32,
-    first: Int32,
-    end: Int32,
-    seq: Int32,
-    before: Int32,
-    chunk: Int32,
-    worker: Int32,
+    duty: cute.Tensor,
+    scratch: cute.Tensor,  # for the merge, on the queries' memory
+    task: Task,
 ) -> None:
-    """What the consumer warpgroups do with a worker's tiles [first, end), of which the first is of sequence `seq`."""
+    """What the consumer warpgroups do with a worker's tiles."""
     thread_of_cta, _, _ = cute.arch.thread_idx()
     thread = thread_of_cta % 128
     group = cute.arch.make_warp_uniform(thread_of_cta // 128 - 1)
@@ -89,6 +79,7 @@ def attend_few_rows(
     lane = thread % 32
     row0, col0 = warp * 16 + lane // 4, lane % 4 * 2
     num_columns = cutlass.const_expr(num_rows // 4)
+    first_row = task.row_tile * num_rows
     qk, pv = score_mma(keys.element_type, num_rows), value_mma(keys.element_type, num_rows)
     qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
     f_k = qk_thread.make_fragment_A(qk_thread.partition_A(keys))
@@ -97,16 +88,18 @@ def attend_few_rows(
     f_p = pv_thread.make_fragment_B(pv_thread.partition_B(probabilities))[(None, None, None, group)]
     scores = qk_thread.make_fragment_C(qk_thread.partition_shape_C((TILE, num_rows)))
     sums = [pv_thread.make_fragment_C(pv_thread.partition_shape_C((TILE, num_rows))) for _ in range(NUM_LATENT_BLOCKS)]
+    halves = [pv_thread.make_fragment_C(pv_thread.partition_shape_C((TILE, num_rows))) for _ in range(_HALF)]
     maximum = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     total = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     slot, phase = Int32(0), Int32(0)
     counter, parity, q_phase = Int32(0), Int32(0), Int32(0)
-    while first < end:
-        tiles = tiles_of(kv_lens, seq)
+    first, seq, before = task.first, task.seq, task.before
+    while first < task.end:
+        tiles = tiles_of(task.kv_lens, seq)
         begin = first - before
-        stop = cutlass.min(end - before, tiles)
-        kv_len = kv_lens[seq]
+        stop = cutlass.min(task.end - before, tiles)
+        kv_len = task.kv_lens[seq]
         maximum.fill(NOTHING)
         total.fill(0.0)
         for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
@@ -132,10 +125,10 @@ def attend_few_rows(
                         at_phase ^= 1
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                _scale_and_mask(num_rows, scores, scale, token0, row0, col0, kv_len, rows, heads)
+                _mask(num_rows, scores, token0, row0, col0, kv_len, task)
                 # P^T
                 for c in cutlass.range_constexpr(num_columns):
-                    largest = _largest_of_warp(scores, c)
+                    largest = _largest_of_warp(scores, c) * task.scale
                     if lane < 4:
                         maxima[group, parity, warp, _column(col0, c)] = largest
                 cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
@@ -149,7 +142,7 @@ def attend_few_rows(
                     maximum[c] = largest
                     total[c] = total[c] * factor[c]
                     for h in cutlass.range_constexpr(2):
-                        p = exp2(scores[c % 2 + 2 * h + c // 2 * 4] - reference)
+                        p = exp2(scores[c % 2 + 2 * h + c // 2 * 4] * task.scale - reference)
                         total[c] += p
                         probabilities[column, row0 + 8 * h, group] = p.to(keys.element_type)
                 parity ^= 1
@@ -187,11 +180,10 @@ def attend_few_rows(
                     stats[group, 4, _column(col0, c)] = maximum[c]
         cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
         whole = begin == 0 and stop == tiles
-        where = part_slot(worker, Int32(1), Int32(0), Int32(0))
+        starts = Int32(0)
         if begin == 0:
-            where += 1
-            if thread_of_cta == 128:
-                describe_parts(parts, seq, before, tiles, chunk)
+            starts = Int32(1)
+        where = part_slot(task.worker, task.row_tiles, task.row_tile, starts)
         for c in cutlass.range_constexpr(num_columns):
             column = _column(col0, c)
             both = cute.arch.fmax(stats[0, 4, column], stats[1, 4, column])
@@ -202,62 +194,49 @@ def attend_few_rows(
                 summed += of_group * exp2(stats[g, 4, column] - reference)
             inverse, score = normalise(summed, both)
             factor[c] = exp2(maximum[c] - reference) * inverse
-            if thread_of_cta < 132 and group == 0 and column < rows:
+            if thread_of_cta < 132 and group == 0 and first_row + column < task.rows:
                 if whole:
-                    lse[seq * rows + column] = score
+                    task.lse[seq * task.rows + first_row + column] = score
                 else:
-                    part_lse[where, column] = score
+                    task.part_lse[where, column] = score
         _multiply(num_rows, sums, factor)
-        if stop == begin + 1:  # its warpgroup has all
-            if (counter + 1) % 2 == group:
-                for block in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
-                    for v in cutlass.range_constexpr(num_rows // 2):
-                        column = col0 + v % 2 + v // 4 * 8
-                        dim = block * BLOCK + row0 + v // 2 % 2 * 8
-                        _write(out, part_out, whole, seq, rows, where, column, dim, sums[block][v])
-        else:  # each gives the other half of the dims away
-            for turn in cutlass.range_constexpr(_HALF):
+        for turn in cutlass.range_constexpr(0, _HALF, _TURN):  # each gives the other half of the dims away
+            for idx in cutlass.range_constexpr(_TURN):
                 for v in cutlass.range_constexpr(num_rows // 2):
-                    given = sums[turn][v]
+                    given = sums[turn + idx][v]
                     if group == 0:
-                        given = sums[_HALF + turn][v]
-                    exchange[thread, v, group] = given
-                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+                        given = sums[_HALF + turn + idx][v]
+                    exchange[thread, v, idx, group] = given
+            cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+            for idx in cutlass.range_constexpr(_TURN):
                 for v in cutlass.range_constexpr(num_rows // 2):
-                    kept = sums[_HALF + turn][v]
+                    kept = sums[_HALF + turn + idx][v]
                     if group == 0:
-                        kept = sums[turn][v]
-                    column = col0 + v % 2 + v // 4 * 8
-                    dim = (turn + _HALF * group) * BLOCK + row0 + v // 2 % 2 * 8
-                    value = kept + exchange[thread, v, 1 - group]
-                    _write(out, part_out, whole, seq, rows, where, column, dim, value)
-                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+                        kept = sums[turn + idx][v]
+                    halves[turn + idx][v] = kept + exchange[thread, v, idx, 1 - group]
+            cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+        _write(num_rows, task, halves, whole, seq, where, col0, _HALF * group * BLOCK + row0)
         cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(q_empty)
+        if not whole:
+            hand_in(stop == tiles)
         first = before + stop
         before += tiles
         seq += 1
+    merge_parts(task, duty, scratch)
 
 
 @cute.jit
-def _scale_and_mask(
-    num_rows: cutlass.Constexpr,
-    scores: cute.Tensor,
-    scale: Float32,
-    token0: Int32,
-    row0: Int32,
-    col0: Int32,
-    kv_len: Int32,
-    rows: Int32,
-    heads: Int32,
+def _mask(
+    num_rows: cutlass.Constexpr, scores: cute.Tensor, token0: Int32, row0: Int32, col0: Int32, kv_len: Int32, task: Task
 ) -> None:
-    for v in cutlass.range_constexpr(num_rows // 2):
-        scores[v] = scores[v] * scale
-    if token0 + TILE > keys_seen(kv_len, Int32(0), rows, heads):
+    first_row = task.row_tile * num_rows
+    if token0 + TILE > keys_seen(kv_len, first_row, task.rows, task.heads):
         for v in cutlass.range_constexpr(num_rows // 2):
             token = token0 + row0 + v // 2 % 2 * 8
-            if token >= keys_seen(kv_len, col0 + v % 2 + v // 4 * 8, rows, heads):
+            row = first_row + col0 + v % 2 + v // 4 * 8
+            if token >= keys_seen(kv_len, row, task.rows, task.heads):
                 scores[v] = Float32(NOTHING)
 
 
@@ -280,21 +259,30 @@ def _multiply(num_rows: cutlass.Constexpr, sums, factor: cute.Tensor) -> None:
 
 @cute.jit
 def _write(
-    out: cute.Tensor,
-    part_out: cute.Tensor,
+    num_rows: cutlass.Constexpr,
+    task: Task,
+    halves,
     whole: cutlass.Boolean,
     seq: Int32,
-    rows: Int32,
     slot: Int32,
-    column: Int32,
-    dim: Int32,
-    value: Float32,
+    col0: Int32,
+    dim0: Int32,
 ) -> None:
-    if column < rows:
+    """A thread's values, to the call's output or to a part."""
+    for c in cutlass.range_constexpr(num_rows // 4):
+        row = task.row_tile * num_rows + _column(col0, c)
         if whole:
-            out[seq * rows + column, dim] = value.to(out.element_type)
+            if row < task.rows:
+                to = task.out[seq * task.rows + row, None]
+                for turn in cutlass.range_constexpr(_HALF):
+                    for h in cutlass.range_constexpr(2):
+                        value = halves[turn][c % 2 + 2 * h + c // 2 * 4]
+                        to[dim0 + (turn * BLOCK + 8 * h)] = value.to(task.out.element_type)
         else:
-            part_out[slot, column, dim] = value
+            part = task.part_out[slot, _column(col0, c), None]
+            for turn in cutlass.range_constexpr(_HALF):
+                for h in cutlass.range_constexpr(2):
+                    part[dim0 + (turn * BLOCK + 8 * h)] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
 
 
 def _column(col0, c):

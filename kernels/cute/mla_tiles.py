@@ -5,18 +5,51 @@ where a worker's part ends, whatever the lengths are. The lengths are read on th
 the query rows of a sequence need; a sequence without tokens has one tile, all of it masked.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 LATENT = 512
 ROTATED = 64
 WIDTH = LATENT + ROTATED
 TILE = 64
 BLOCK = 64  # columns of a swizzled block: 128 bytes a row
+BLOCK_BYTES = TILE * BLOCK * 2
 NUM_BLOCKS = WIDTH // BLOCK
 NUM_LATENT_BLOCKS = LATENT // BLOCK
 MANY_PARTS = 64  # merging more parts of a sequence takes longer than giving each of them another tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a CTA knows: the call's arguments, and its tiles [first, end), of which the first is of sequence `seq`.
+
+    Shapes: see `mla_decode.mla_decode`; `arrivals` has a state for each CTA (see mla_merge).
+    """
+
+    page_table: cute.Tensor
+    kv_lens: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    part_out: cute.Tensor
+    part_lse: cute.Tensor
+    arrivals: cute.Tensor
+    rows: Int32  # of a sequence
+    row_tiles: Int32
+    row_tile: Int32
+    heads: Int32
+    scale: Float32
+    layers: Int32
+    layer: Int32
+    worker: Int32
+    first: Int32
+    end: Int32
+    seq: Int32
+    before: Int32  # tiles before the first one of `seq`
+    chunk: Int32  # tiles of a worker
+    total: Int32  # tiles of all sequences
 
 
 @cute.jit
@@ -30,45 +63,54 @@ def tiles_of(kv_lens: cute.Tensor, seq: Int32) -> Int32:
 
 @cute.jit
 def plan_work(kv_lens: cute.Tensor, work: cute.Tensor, num_workers: Int32, worker: Int32) -> None:
-    """One warp writes what a worker does: work = [first tile, end, sequence of the first, tiles before it, chunk]."""
+    """One warp writes what a worker does: work = [first tile, end, its sequence, tiles before it, chunk, total].
+
+    Each lane counts the tiles of a run of sequences.
+    """
     lane = cute.arch.lane_idx()
-    num_seqs = kv_lens.shape[0]
-    total = Int32(0)
+    run = (kv_lens.shape[0] + 31) // 32
+    own = Int32(0)
     longest = Int32(1)
-    base = Int32(0)
-    while base < num_seqs:
-        tiles = tiles_of(kv_lens, base + lane)
-        total += cute.arch.warp_reduction(tiles, lambda x, y: x + y)
-        longest = cutlass.max(longest, cute.arch.warp_reduction(tiles, lambda x, y: cutlass.max(x, y)))
-        base += 32
-    chunk = _chunk_of(total, longest, num_workers)
+    for idx in cutlass.range(run, unroll=4):
+        tiles = tiles_of(kv_lens, lane * run + idx)
+        own += tiles
+        longest = cutlass.max(longest, tiles)
+    upto = own  # of the lanes up to this one
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(upto, 1 << step)
+        if lane >= (1 << step):
+            upto += other
+    total = cute.arch.shuffle_sync(upto, 31)
+    chunk = _chunk_of(total, cute.arch.warp_redux_sync(longest, "max"), num_workers)
     first = worker * chunk
-    seq = Int32(0)
-    before = Int32(0)
-    seen = Int32(0)
-    found = Int32(0)
-    base = Int32(0)
-    while base < num_seqs and found == 0:
-        tiles = tiles_of(kv_lens, base + lane)
-        upto = tiles  # of the lanes up to this one
-        for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, 1 << step)
-            if lane >= (1 << step):
-                upto += other
-        passed = cute.arch.popc(cute.arch.vote_ballot_sync(seen + upto <= first))
-        if passed < 32:
-            found = Int32(1)
-            seq = base + passed
-            before = cute.arch.shuffle_sync(seen + upto - tiles, passed)
-        else:
-            seen += cute.arch.shuffle_sync(upto, 31)
-        base += 32
+    if first < total:
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= first))
+        seq = passed * run
+        before = cute.arch.shuffle_sync(upto - own, passed)
+        tiles = tiles_of(kv_lens, seq)
+        while before + tiles <= first:
+            before += tiles
+            seq += 1
+            tiles = tiles_of(kv_lens, seq)
+        if lane == 0:
+            work[2] = seq
+            work[3] = before
     if lane == 0:
         work[0] = first
         work[1] = cutlass.min(first + chunk, total)
-        work[2] = seq
-        work[3] = before
         work[4] = chunk
+        work[5] = total
+
+
+@cute.jit
+def fetch_table(page_table: cute.Tensor, cta: Int32, num_ctas: Int32) -> None:
+    """A warp's share of bringing the page table into the L2 cache; what it says may still change."""
+    lines = (page_table.shape[1] + 31) // 32  # of 128 bytes
+    line = cta * 32 + cute.arch.lane_idx()
+    while line < page_table.shape[0] * lines:
+        place = cute.domain_offset((line // lines, line % lines * 32), page_table).iterator
+        cute.arch.prefetch(place.to_llvm_ptr(), cache_level="L2")
+        line += num_ctas * 32
 
 
 @cute.jit
@@ -84,11 +126,10 @@ def _chunk_of(total: Int32, longest: Int32, num_workers: Int32) -> Int32:
 
 
 @cute.jit
-def describe_parts(parts: cute.Tensor, seq: Int32, before: Int32, tiles: Int32, chunk: Int32) -> None:
-    """parts[seq] = [first worker, number of workers], by the CTA that has the sequence's first tile."""
+def parts_of(before: Int32, tiles: Int32, chunk: Int32):
+    """(first worker, number of workers) of a sequence."""
     first = before // chunk
-    parts[seq, 0] = first
-    parts[seq, 1] = (before + tiles - 1) // chunk - first + 1
+    return first, (before + tiles - 1) // chunk - first + 1
 
 
 @cute.jit
@@ -99,19 +140,14 @@ def part_slot(worker: Int32, row_tiles: Int32, row_tile: Int32, starts: Int32) -
 
 @cute.jit
 def box_place(
-    page_table: cute.Tensor,
-    seq: Int32,
-    kv_len: Int32,
-    box_idx: Int32,
-    box: cutlass.Constexpr,
-    page_size: cutlass.Constexpr,
+    task: Task, seq: Int32, kv_len: Int32, box_idx: Int32, box: cutlass.Constexpr, page_size: cutlass.Constexpr
 ) -> Int32:
     """Where box `box_idx` of a sequence lies in the cache, in boxes; beyond the sequence any box will do."""
     token = box_idx * box
     place = Int32(0)
     if token < kv_len:
-        page = page_table[seq, token // page_size]
-        place = page * (page_size // box) + token % page_size // box
+        slot = task.page_table[seq, token // page_size] * task.layers + task.layer
+        place = slot * (page_size // box) + token % page_size // box
     return place
 
 

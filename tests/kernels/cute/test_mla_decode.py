@@ -1,10 +1,10 @@
 """Latent decode in CuTe DSL: compiled for sm_90a anywhere, run on a GPU against float64."""
 
-import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import combinations, product
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +13,59 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from dist_infer.kernels.cute import mla_decode as op
+from dist_infer.kernels.cute import mla_merge
+from dist_infer.kernels.cute.mla_launch import Variant
+from tests.kernels.cute.mla_cases import Case, check
 
-SCALE = 192**-0.5
+GRID: dict[str, tuple[Any, ...]] = {
+    "batch": (1, 3, 33, 128),
+    "length": (0, 1, 63, 64, 65, 1000, 8193, 131072),  # of the first sequence
+    "heads": (1, 6, 16, 64, 128),
+    "query_len": (1, 2, 4, 8),
+    "page_size": (16, 64, 128),
+    "num_workers": (1, 2, 7, None),
+}
 
 
-@pytest.mark.parametrize(("rows", "page_size"), [(16, 64), (64, 16)])
-def test_variants_compile_without_a_gpu(rows: int, page_size: int, tmp_path: Path) -> None:
-    variant = op.Variant(rows=rows, page_size=page_size, dtype=torch.bfloat16)
-    ptx = op.compiled(variant, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__  # type: ignore[attr-defined]
+def pairwise(grid: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Cases in which any two values of two parameters meet."""
+    names = list(grid)
+    random = Random(0)
+    places = {name: range(len(grid[name])) for name in names}
+    missing = {frozenset(((a, x), (b, y))) for a, b in combinations(names, 2) for x, y in product(places[a], places[b])}
+    cases = []
+    while missing:
+        chosen = dict(random.choice(sorted(missing, key=sorted)))
+        for name in names:
+            if name not in chosen:
+                gains = [
+                    sum(frozenset(((name, idx), old)) in missing for old in chosen.items()) for idx in places[name]
+                ]
+                chosen[name] = gains.index(max(gains))
+        missing -= {frozenset(pair) for pair in combinations(chosen.items(), 2)}
+        cases.append({name: grid[name][chosen[name]] for name in names})
+    return cases
+
+
+@pytest.mark.parametrize(("rows", "page_size", "pair"), [(16, 64, False), (64, 16, True)])
+def test_variants_compile_without_a_gpu(rows: int, page_size: int, pair: bool, tmp_path: Path) -> None:
+    check_ptx(Variant(rows=rows, page_size=page_size, dtype=torch.bfloat16, pair=pair), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", op.ROW_COUNTS)
+def test_all_variants_compile_without_a_gpu(rows: int, tmp_path: Path) -> None:
+    for page_size, dtype, pair in product(op.PAGE_SIZES, (torch.bfloat16, torch.float16), (False, True)):
+        if rows == 64 or not pair:
+            check_ptx(Variant(rows=rows, page_size=page_size, dtype=dtype, pair=pair), tmp_path)
+
+
+def check_ptx(variant: Variant, folder: Path) -> None:
+    ptx = op.compiled(variant, f"--gpu-arch sm_90a --keep-ptx --dump-dir {folder}").__ptx__  # type: ignore[attr-defined]
     assert ".target sm_90a" in ptx
     assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "cp.async.bulk.tensor.3d" in ptx
+    assert ("multicast::cluster" in ptx) == variant.pair
     assert re.search(r"ld\.global\.v(4\.[bf]32|2\.[bf]64)", ptx)  # 16 bytes of a part
     assert "griddepcontrol.wait" in ptx
 
@@ -32,17 +74,36 @@ def test_rows_are_padded_to_a_variant() -> None:
     assert [op.choose_rows(rows) for rows in (1, 8, 9, 32, 33, 64, 65, 1024)] == [8, 8, 16, 32, 64, 64, 64, 64]
 
 
+class Unused(op.Workspace):
+    """For calls that are refused before they reach a GPU."""
+
+    def __init__(self) -> None:
+        self.num_ctas = 132
+        self.address = 0
+
+
 def test_what_no_variant_takes_is_refused() -> None:
     q, rows = torch.zeros(2, 16, 576, dtype=torch.bfloat16), torch.zeros(64, 576, dtype=torch.bfloat16)
     table, lens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
 
-    def run(q: Tensor = q, rows: Tensor = rows, out: Tensor = out, page_size: int = 64, query_len: int = 1) -> None:
-        space = op.Workspace.__new__(op.Workspace)
+    def run(
+        q: Tensor = q, out: Tensor = out, page_size: int = 64, query_len: int = 1, num_workers: int | None = None
+    ) -> None:
         op.mla_decode(
-            q, rows, table, lens, page_size=page_size, query_len=query_len, scale=1.0, workspace=space, out=out
+            q,
+            rows,
+            table,
+            lens,
+            page_size=page_size,
+            query_len=query_len,
+            scale=1.0,
+            workspace=Unused(),
+            out=out,
+            num_workers=num_workers,
         )
 
+    wrong: dict[str, Any]
     for wrong in (
         {"page_size": 24},
         {"query_len": 2},
@@ -53,127 +114,91 @@ def test_what_no_variant_takes_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="mla_decode: q"):
             run(**wrong)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Sequences in pages that stand in a random order; whatever no sequence holds is NaN."""
-
-    q: Tensor
-    rows: Tensor
-    table: Tensor
-    lens: Tensor
-    page_size: int
-    query_len: int
-
-    @classmethod
-    def make(cls, lens: Sequence[int], heads: int, query_len: int, page_size: int, dtype: torch.dtype) -> "Case":
-        generator = torch.Generator().manual_seed(sum(lens) + heads)
-        pages = [-(-length // page_size) for length in lens]
-        order = torch.randperm(sum(pages) + 3, generator=generator).int()
-        table = torch.full((len(lens), max(1, *pages)), -1, dtype=torch.int32)
-        rows = torch.full((len(order) * page_size, 576), float("nan"), dtype=dtype)
-        for seq, (length, count) in enumerate(zip(lens, pages, strict=True)):
-            table[seq, :count] = order[sum(pages[:seq]) :][:count]
-            rows[cls._slots(table[seq], length, page_size)] = torch.randn(length, 576, generator=generator).to(dtype)
-        q = torch.randn(len(lens) * query_len, heads, 576, generator=generator).to(dtype)
-        return cls(
-            q=q.cuda(),
-            rows=rows.cuda(),
-            table=table.cuda(),
-            lens=torch.tensor(lens, dtype=torch.int32, device="cuda"),
-            page_size=page_size,
-            query_len=query_len,
-        )
-
-    @staticmethod
-    def _slots(pages: Tensor, length: int, page_size: int) -> Tensor:
-        token = torch.arange(length, device=pages.device)
-        return pages[token // page_size].long() * page_size + token % page_size
-
-    def run(self, space: op.Workspace) -> tuple[Tensor, Tensor]:
-        """(out [S * Q, N, 512], lse [S * Q, N])."""
-        out = torch.full((*self.q.shape[:2], 512), float("nan"), dtype=self.q.dtype, device="cuda")
-        space.out.fill_(float("nan"))
-        lse = op.mla_decode(
-            self.q,
-            self.rows,
-            self.table,
-            self.lens,
-            page_size=self.page_size,
-            query_len=self.query_len,
-            scale=SCALE,
-            workspace=space,
-            out=out,
-        )
-        return out, lse.view(self.q.shape[:2])
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """The same in float64."""
-        outs, lses = [], []
-        for seq, length in enumerate(self.lens.tolist()):
-            q = self.q[seq * self.query_len :][: self.query_len].double()
-            kv = self.rows[self._slots(self.table[seq], length, self.page_size)].double()
-            seen = length - self.query_len + 1 + torch.arange(self.query_len, device="cuda")
-            scores = torch.einsum("qhd,kd->qhk", q, kv) * SCALE
-            hidden = torch.arange(length, device="cuda")[None] >= seen[:, None]
-            scores = scores.masked_fill(hidden[:, None], -math.inf)
-            weights = scores.softmax(2) if length else scores
-            outs.append(weights @ kv[:, :512])
-            lses.append(scores.logsumexp(2) / math.log(2))
-        return torch.cat(outs), torch.cat(lses)
-
-
-def check(case: Case, space: op.Workspace) -> None:
-    out, lse = case.run(space)
-    expected, expected_lse = case.expected()
-    norm = expected.norm().clamp_min(1e-30)
-    rounded = (expected.to(out.dtype).double() - expected).norm() / norm
-    assert (out.double() - expected).norm() / norm <= 2 * rounded + 1e-9
-    seen = expected_lse.isfinite()
-    assert torch.equal(lse.isneginf(), ~seen)
-    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=2e-5)
-    assert (out[~seen] == 0).all()
-
-
-CASES = [
-    # lengths, heads, query tokens, page size
-    ([64], 16, 1, 64),
-    ([1], 1, 1, 16),
-    ([1000], 6, 1, 128),
-    ([65, 0, 1000], 16, 1, 64),
-    ([8193, 63, 64, 1], 16, 1, 16),
-    ([idx * 97 % 3000 for idx in range(33)], 16, 1, 64),
-    ([idx * 37 % 900 for idx in range(150)], 16, 1, 32),
-    ([131072, 5], 16, 1, 64),
-    ([100, 3000, 17, 2, 513], 16, 2, 64),
-    ([9, 700, 8], 4, 8, 64),
-    ([4, 65, 1000, 64, 700], 16, 4, 128),
-    ([1000, 0, 64], 128, 1, 64),
-    ([idx * 97 % 3000 for idx in range(33)], 96, 1, 16),
-    ([8, 65, 1000, 64, 7000], 128, 8, 64),
-]
+    for num_workers in (0, 133):
+        with pytest.raises(ValueError, match=f"num_workers is {num_workers}, this device has room for 1 to 132"):
+            run(num_workers=num_workers)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("lens", "heads", "query_len", "page_size"), CASES)
-def test_against_float64(lens: list[int], heads: int, query_len: int, page_size: int) -> None:
-    space = op.Workspace(op.choose_rows(heads * query_len), torch.device("cuda"))
-    check(Case.make(lens, heads, query_len, page_size, torch.bfloat16), space)
+@pytest.mark.parametrize("chosen", pairwise(GRID), ids=lambda chosen: "-".join(map(str, chosen.values())))
+def test_against_float64(chosen: dict[str, Any]) -> None:
+    """The other sequences are shorter than 900 tokens."""
+    batch = chosen.pop("batch")
+    num_workers = chosen.pop("num_workers")
+    lens = [chosen.pop("length"), *(idx * 97 % 900 for idx in range(1, batch))]
+    case = Case.make(lens, **chosen)
+    check(case, case.workspace(), num_workers)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
 def test_float16(heads: int) -> None:
-    space = op.Workspace(op.choose_rows(heads), torch.device("cuda"))
-    check(Case.make([700, 3], heads, 1, 64, torch.float16), space)
+    case = Case.make([700, 3, 0, 5000], heads=heads, dtype=torch.float16)
+    check(case, case.workspace())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_interleaved_layers(heads: int) -> None:
+    case = Case.make([100, 700], heads=heads, page_size=16, layers=3, layer=2)
+    check(case, case.workspace())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_sequences_in_any_number_of_parts(heads: int) -> None:
+    """Up to as many as there is room for; each launch gives the same bits."""
+    for lens in ([8193], [5000, 300], [1, 63, 0, 8193, 70, 2000]):
+        case = Case.make(lens, heads=heads)
+        space = case.workspace()
+        most = space.num_ctas // -(-heads // 64)
+        for num_workers in (1, 2, 7, most // 2, most):
+            check(case, space, num_workers)
+            first, _ = case.run(space, num_workers)
+            assert all(torch.equal(first, case.run(space, num_workers)[0]) for _ in range(20))
+        with pytest.raises(ValueError, match=f"num_workers is {most + 1}"):
+            case.run(space, most + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_launches_side_by_side(heads: int) -> None:
+    """Each of two streams may hold some of the multiprocessors while it waits for others."""
+    cases = [Case.make(lens, heads=heads) for lens in ([8000], [3000, 5000])]
+    spaces = [case.workspace() for case in cases]
+    expected = [case.run(space)[0] for case, space in zip(cases, spaces, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    outs: list[list[Tensor]] = [[], []]
+    for _ in range(50):
+        for idx, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[idx].append(cases[idx].run(spaces[idx])[0])
+    torch.cuda.synchronize()
+    for idx, space in enumerate(spaces):
+        assert all(torch.equal(out, expected[idx]) for out in outs[idx])
+        assert not space.states.view(torch.int32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_whoever_has_not_waited_is_stood_in_for(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_merge, "_PATIENCE", 1)
+    monkeypatch.setattr(op, "compiled", lambda variant: op._compile(variant))
+    op._prepare.cache_clear()
+    for lens in ([8193], [5000, 300], [1, 63, 0, 8193, 70, 2000]):
+        case = Case.make(lens, heads=heads)
+        space = case.workspace()
+        for _ in range(10):
+            check(case, space)
+    op._prepare.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_follows_lengths_and_tables(heads: int) -> None:
-    space = op.Workspace(op.choose_rows(heads), torch.device("cuda"))
-    cases = [Case.make(lens, heads, 1, 64, torch.bfloat16) for lens in ([5, 900, 64], [3000, 0, 1], [64, 64, 129])]
+    cases = [Case.make(lens, heads=heads) for lens in ([5, 900, 64], [3000, 0, 1], [64, 64, 129], [0, 0, 0])]
+    space = cases[0].workspace()
     width = max(case.table.shape[1] for case in cases)
     size = max(len(case.rows) for case in cases)
     static = Case(

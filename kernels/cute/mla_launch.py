@@ -1,0 +1,346 @@
+"""The launch of a latent decode: shared memory, barriers, and who of a CTA does what.
+
+Persistent CTAs of three warpgroups. In the first one warp keeps shared memory full by TMA (mla_load, mla_load_pairs)
+and one is the clerk, which plans the CTA's work (mla_tiles) and keeps count of the parts of sequences that were cut
+(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64) and merge those parts.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings import driver
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from dist_infer.kernels.cute import mla_few_rows, mla_many_rows
+from dist_infer.kernels.cute.mla_load import load_tiles
+from dist_infer.kernels.cute.mla_load_pairs import load_pairs
+from dist_infer.kernels.cute.mla_merge import DUTY, SCRATCH, keep_count, parts_in
+from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task, fetch_table, plan_work
+
+DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+_THREADS = 384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What is compiled apart. `rows` are the query rows of a CTA, padded; in pairs, two CTAs load for each other."""
+
+    rows: int
+    page_size: int
+    dtype: torch.dtype
+    pair: bool = False
+
+    @property
+    def many(self) -> bool:
+        """64 rows share every tile between the warpgroups."""
+        return self.rows == mla_many_rows.NUM_ROWS
+
+    @property
+    def num_slots(self) -> int:
+        """Of three blocks, as many as shared memory holds beside the queries; of 64 rows, blocks of two stages."""
+        if self.many:
+            return mla_many_rows.NUM_STAGES * NUM_BLOCKS
+        return 8 if self.rows <= 16 else 7
+
+    @property
+    def box(self) -> int:
+        """Tokens that one TMA load takes from a page."""
+        return min(self.page_size, TILE)
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks that one TMA load takes: a slot's where its tokens follow each other, else one."""
+        return 1 if self.many or self.box < TILE else mla_few_rows.SLOT_BLOCKS
+
+
+class Launch:
+    """The launch of a variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.dtype = DTYPES[variant.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache_rows: cute.Tensor,
+        page_table: cute.Tensor,
+        kv_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        workspace: Int64,
+        query_len: Int32,
+        scale: Float32,
+        num_workers: Int32,
+        layers: Int32,
+        layer: Int32,
+        stream: driver.CUstream,
+    ) -> None:
+        v = self.variant
+        n, slots = v.rows, v.num_slots
+        heads = q.shape[1]
+        rows = query_len * heads
+        q, out = _flat(q), _flat(out)
+        k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.dtype)
+        slot_blocks = 1 if v.many else mla_few_rows.SLOT_BLOCKS
+        num_blocks = slot_blocks * slots
+        keys_layout = cute.tile_to_shape(k_atom, (TILE, BLOCK * slot_blocks, slots), order=(0, 1, 2))
+        values_layout = cute.tile_to_shape(mn_atom, (BLOCK, TILE, num_blocks), order=(1, 0, 2))
+        boxes = (v.box, BLOCK, v.box_blocks, TILE // v.box, num_blocks // v.box_blocks)
+        boxes_layout = cute.tile_to_shape(k_atom, boxes, order=(0, 1, 2, 3, 4))
+        queries_layout = cute.tile_to_shape(k_atom, (n, WIDTH), order=(0, 1))
+        query_box_layout = cute.tile_to_shape(k_atom, (n, BLOCK, NUM_BLOCKS), order=(0, 1, 2))
+        probabilities_layout = cute.tile_to_shape(k_atom, (n, TILE, 2), order=(0, 1, 2))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        k_tma, k_coords = cpasync.make_tiled_tma_atom(
+            load_both if v.pair else load,
+            _in_blocks(cache_rows),
+            cute.slice_(boxes_layout, (None, None, None, 0, 0)),
+            boxes[:3],
+        )
+        q_tma, q_coords = cpasync.make_tiled_tma_atom(load, _in_blocks(q), query_box_layout, (n, BLOCK, NUM_BLOCKS))
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, slots]
+            empty: cute.struct.MemRange[Int64, slots]
+            q_full: cute.struct.MemRange[Int64, 1]
+            q_empty: cute.struct.MemRange[Int64, 1]
+            p_full: cute.struct.MemRange[Int64, 2]
+            work: cute.struct.MemRange[Int32, 8]
+            duty: cute.struct.MemRange[Int32, DUTY[0] * DUTY[1]]
+            maxima: cute.struct.MemRange[Float32, 1 if v.many else 16 * n]
+            stats: cute.struct.MemRange[Float32, (4 if v.many else 10) * n]
+            probabilities: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, 1 if v.many else cute.cosize(probabilities_layout)], 1024
+            ]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(queries_layout)], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(keys_layout)], 1024]
+
+        self.storage = Storage
+        row_tiles = (rows + n - 1) // n
+        self._decode(
+            k_tma,
+            k_coords,
+            q_tma,
+            q_coords,
+            keys_layout,
+            values_layout,
+            boxes_layout,
+            queries_layout,
+            query_box_layout,
+            probabilities_layout,
+            page_table,
+            kv_lens,
+            out,
+            lse,
+            workspace,
+            rows,
+            row_tiles,
+            heads,
+            scale,
+            layers,
+            layer,
+        ).launch(
+            grid=[num_workers * row_tiles, 1, 1],
+            block=[_THREADS, 1, 1],
+            cluster=[2, 1, 1] if v.pair else [1, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def _decode(
+        self,
+        k_tma: cute.CopyAtom,
+        k_coords: cute.Tensor,
+        q_tma: cute.CopyAtom,
+        q_coords: cute.Tensor,
+        keys_layout: cute.ComposedLayout,
+        values_layout: cute.ComposedLayout,
+        boxes_layout: cute.ComposedLayout,
+        queries_layout: cute.ComposedLayout,
+        query_box_layout: cute.ComposedLayout,
+        probabilities_layout: cute.ComposedLayout,
+        page_table: cute.Tensor,
+        kv_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        workspace: Int64,
+        rows: Int32,
+        row_tiles: Int32,
+        heads: Int32,
+        scale: Float32,
+        layers: Int32,
+        layer: Int32,
+    ) -> None:
+        v = self.variant
+        n = v.rows
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        row_tile, worker = cta % row_tiles, cta // row_tiles
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        p_full = storage.p_full.data_ptr()
+        work = storage.work.get_tensor(cute.make_layout(8))
+        keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
+        boxes = cute.make_tensor(cute.recast_ptr(keys.iterator, boxes_layout.inner), boxes_layout.outer)
+        queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
+        query_box = cute.make_tensor(cute.recast_ptr(queries.iterator, query_box_layout.inner), query_box_layout.outer)
+        probabilities = storage.probabilities.get_tensor(probabilities_layout.outer, swizzle=probabilities_layout.inner)
+        if warp == 0:
+            cpasync.prefetch_descriptor(k_tma)
+            cpasync.prefetch_descriptor(q_tma)
+            with cute.arch.elect_one():
+                for slot in cutlass.range_constexpr(v.num_slots):
+                    cute.arch.mbarrier_init(full + slot, 1)
+                    cute.arch.mbarrier_init(empty + slot, 8 if v.pair else 4)  # the warps of a warpgroup, or of two
+                for group in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(p_full + group, 4)
+                cute.arch.mbarrier_init(q_full, 1)
+                cute.arch.mbarrier_init(q_empty, 8)
+            cute.arch.mbarrier_init_fence()
+            if cutlass.const_expr(v.many):
+                with cute.arch.elect_one():
+                    for slot in cutlass.range_constexpr(v.num_slots):
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + slot, BLOCK_BYTES)
+        if cutlass.const_expr(v.pair):  # what one CTA loads comes to barriers of both
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        if warp == 2:
+            fetch_table(page_table, cta, num_ctas)
+        cute.arch.griddepcontrol_wait()  # lengths and tables may come from the launch before
+        if warp == 1:
+            plan_work(kv_lens, work, num_ctas // row_tiles, worker)
+        cute.arch.sync_threads()
+        first, end, seq, before, chunk, total = (cute.arch.make_warp_uniform(work[place]) for place in range(6))
+        cute.arch.griddepcontrol_launch_dependents()
+        part_out, part_lse, arrivals = parts_in(workspace, n, num_ctas)
+        task = Task(
+            page_table=page_table,
+            kv_lens=kv_lens,
+            out=out,
+            lse=lse,
+            part_out=part_out,
+            part_lse=part_lse,
+            arrivals=arrivals,
+            rows=rows,
+            row_tiles=row_tiles,
+            row_tile=row_tile,
+            heads=heads,
+            scale=scale,
+            layers=layers,
+            layer=layer,
+            worker=worker,
+            first=first,
+            end=end,
+            seq=seq,
+            before=before,
+            chunk=chunk,
+            total=total,
+        )
+        duty = storage.duty.get_tensor(cute.make_layout(DUTY))
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(56)
+            if warp == 0:
+                if cutlass.const_expr(v.many):
+                    load_pairs(
+                        v.pair,
+                        k_tma,
+                        k_coords,
+                        q_tma,
+                        q_coords,
+                        boxes,
+                        query_box,
+                        full,
+                        empty,
+                        q_full,
+                        q_empty,
+                        v.page_size,
+                        task,
+                    )
+                else:
+                    load_tiles(
+                        k_tma,
+                        k_coords,
+                        q_tma,
+                        q_coords,
+                        boxes,
+                        query_box,
+                        full,
+                        empty,
+                        q_full,
+                        q_empty,
+                        v.page_size,
+                        mla_few_rows.SLOT_BLOCKS,
+                        v.num_slots,
+                        task,
+                    )
+            if warp == 1:
+                keep_count(task, duty)
+        else:
+            cute.arch.setmaxregister_increase(224)
+            queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
+            scratch = cute.make_tensor(queries_memory, cute.make_layout(SCRATCH))
+            if cutlass.const_expr(v.many):
+                mla_many_rows.attend_many_rows(
+                    v.pair,
+                    keys,
+                    queries,
+                    storage.stats.get_tensor(cute.make_layout((2, 2, n), stride=(2 * n, n, 1))),
+                    cute.make_tensor(queries_memory, cute.make_layout((2, n), stride=(n, 1))),
+                    full,
+                    empty,
+                    q_full,
+                    q_empty,
+                    p_full,
+                    duty,
+                    scratch,
+                    task,
+                )
+            else:
+                mla_few_rows.attend_few_rows(
+                    n,
+                    v.num_slots,
+                    keys,
+                    cute.make_tensor(cute.recast_ptr(keys.iterator, values_layout.inner), values_layout.outer),
+                    queries,
+                    probabilities,
+                    storage.maxima.get_tensor(cute.make_layout((2, 2, 4, n), stride=(8 * n, 4 * n, n, 1))),
+                    storage.stats.get_tensor(cute.make_layout((2, 5, n), stride=(5 * n, n, 1))),
+                    cute.make_tensor(queries_memory, cute.make_layout((128, n // 2, 2, 2))),
+                    full,
+                    empty,
+                    q_full,
+                    q_empty,
+                    duty,
+                    scratch,
+                    task,
+                )
+        if cutlass.const_expr(v.pair):  # memory and barriers stay while the other CTA uses them
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+
+@cute.jit
+def _in_blocks(rows: cute.Tensor) -> cute.Tensor:
+    """[row, column] as [row, column of a block, block]."""
+    layout = cute.make_layout((rows.shape[0], BLOCK, NUM_BLOCKS), stride=(rows.stride[0], 1, BLOCK))
+    return cute.make_tensor(rows.iterator, layout)
+
+
+@cute.jit
+def _flat(rows: cute.Tensor) -> cute.Tensor:
+    """[token, head, column] as [row, column]."""
+    width = cutlass.const_expr(rows.shape[2])
+    layout = cute.make_layout((rows.shape[0] * rows.shape[1], width), stride=(width, 1))
+    return cute.make_tensor(rows.iterator, layout)

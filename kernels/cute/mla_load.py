@@ -1,0 +1,88 @@
+"""The producer warp of a latent decode: queries and tiles of the cache into shared memory by TMA."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
+
+
+@cute.jit
+def load_tiles(
+    k_tma: cute.CopyAtom,
+    k_coords: cute.Tensor,
+    q_tma: cute.CopyAtom,
+    q_coords: cute.Tensor,
+    boxes: cute.Tensor,
+    query_box: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    q_full: cute.Pointer,
+    q_empty: cute.Pointer,
+    page_size: cutlass.Constexpr,
+    slot_blocks: cutlass.Constexpr,
+    num_slots: cutlass.Constexpr,
+    task: Task,
+) -> None:
+    """Each sequence's queries, then its tiles as slots of a ring become free. Lane i knows boxes i and i + 32 of 64."""
+    lane = cute.arch.lane_idx()
+    box = cutlass.const_expr(cute.size(boxes, mode=[0]))
+    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
+    boxes_of_tile = cutlass.const_expr(TILE // box)
+    box_blocks = cutlass.const_expr(cute.size(boxes, mode=[2]))
+    cache_boxes = cute.local_tile(k_coords, (box, BLOCK, box_blocks), (None, 0, None))
+    k_to, k_from = cpasync.tma_partition(
+        k_tma, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(cache_boxes, 0, 3)
+    )
+    places = cute.make_rmem_tensor(cute.make_layout(boxes_of_tile), Int32)
+    slot = Int32(0)
+    phase, q_phase = Int32(1), Int32(1)  # the phase before the first counts as done
+    first, seq, before = task.first, task.seq, task.before
+    while first < task.end:
+        tiles = tiles_of(task.kv_lens, seq)
+        tile = first - before
+        stop = cutlass.min(task.end - before, tiles)
+        kv_len = task.kv_lens[seq]
+        box_idx = tile * boxes_of_tile
+        base = box_idx
+        known = box_place(task, seq, kv_len, base + lane, box, page_size)
+        later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
+        cute.arch.mbarrier_wait(q_empty, q_phase)
+        q_phase ^= 1
+        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
+        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
+        q_to, q_from = cpasync.tma_partition(
+            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
+        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
+        while tile < stop:
+            for segment in cutlass.range_constexpr(boxes_of_tile):
+                if box_idx - base == 32:
+                    base = box_idx
+                    known = later
+                    later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
+                places[segment] = cute.arch.shuffle_sync(known, box_idx - base)
+                box_idx += 1
+            for part in cutlass.range_constexpr(NUM_BLOCKS // slot_blocks):
+                cute.arch.mbarrier_wait(empty + slot, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot, slot_blocks * TILE * BLOCK * 2)
+                for idx in cutlass.range_constexpr(slot_blocks // box_blocks):
+                    for segment in cutlass.range_constexpr(boxes_of_tile):
+                        cute.copy(
+                            k_tma,
+                            k_from[(None, places[segment], part * (slot_blocks // box_blocks) + idx)],
+                            k_to[(None, segment, slot * (slot_blocks // box_blocks) + idx)],
+                            tma_bar_ptr=full + slot,
+                        )
+                slot += 1
+                if slot == num_slots:
+                    slot = Int32(0)
+                    phase ^= 1
+            tile += 1
+        first = before + stop
+        before += tiles
+        seq += 1
