@@ -53,9 +53,9 @@ PAIR_DOWN = PairTile(2, 256, 1)
 
 # Of gate and up and of down, by the format of the weights.
 QUANTIZED_PAIRS: Mapping[str, tuple[PairTile, PairTile]] = {
-    "fp8": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
-    "mxfp8": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
-    "nvfp4": (PairTile(4, 512, 1), PairTile(1, 256, 1)),
+    "fp8": (PairTile(8, 2048, 8), PairTile(1, 256, 1)),
+    "mxfp8": (PairTile(4, 2048, 4), PairTile(1, 256, 1)),
+    "nvfp4": (PairTile(4, 2048, 4), PairTile(1, 256, 1)),
 }
 
 HALF: Sequence[Tiles] = (
@@ -73,19 +73,19 @@ WIDE: Sequence[Tiles] = (
 # The products with quantised weights are always computed transposed. FP8 goes by 128 channels of either kind.
 QUANTIZED: Mapping[str, Sequence[Tiles]] = {
     "fp8": (
-        Tiles(8, 16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
-        Tiles(24, 32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+        Tiles(8, 16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 2)),
+        Tiles(48, 32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 3)),
         Tiles(float("inf"), 64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
     ),
     "mxfp8": (
-        Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Tiles(float("inf"), 128, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+        Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 2)),
+        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 2)),
+        Tiles(float("inf"), 64, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ),
     "nvfp4": (
-        Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-        Tiles(float("inf"), 128, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+        Tiles(8, 16, Tile(64, 256, 4, 3), Tile(64, 128, 4, 2)),
+        Tiles(24, 32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 2)),
+        Tiles(float("inf"), 64, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ),
 }
 

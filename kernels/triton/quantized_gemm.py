@@ -18,11 +18,9 @@ from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, 
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.moe_align import PairBlocks
 from dist_infer.kernels.triton.moe_tiles import Tile
-from dist_infer.kernels.triton.number_formats import encode_fp8_blocks, store_row
+from dist_infer.kernels.triton.number_formats import encode_fp8_blocks
 from dist_infer.kernels.triton.silu_mul import gated
 from dist_infer.kernels.triton.weight_tiles import NVFP4_UNIT, in_order, mxfp8_tile, nvfp4_tile
-
-_SILU_CHANNELS = 1024  # of a program
 
 
 class Parts(NamedTuple):
@@ -81,31 +79,6 @@ def gate_up(
         BLOCK_K=tile.block_k,
         **tile.launch,
         **overlapping(parts.data),
-    )
-    return out
-
-
-def gate_up_in_two(
-    x: Tensor | Fp8Tensor,
-    weight: QuantizedTensor,
-    inner: int,
-    blocks: PairBlocks,
-    top_k: int,
-    tile: Tile,
-    activation: GatedActivation = GatedActivation.SILU,
-) -> Tensor | Fp8Tensor:
-    """The same by a product whose gates and ups are rounded to bfloat16, and a launch that takes silu(gate) * up."""
-    both = product(x, weight, 2 * inner, blocks, top_k, tile)
-    out = _hidden(len(blocks.order), inner, Parts.of(weight))
-    channels = min(_SILU_CHANNELS, triton.next_power_of_2(inner))
-    _silu_kernel[(len(both), triton.cdiv(inner, channels))](
-        both,
-        *_operand(out),
-        INNER=inner,
-        ACTIVATION=activation.value,
-        CHANNELS=channels,
-        num_warps=1,
-        **overlapping(both),
     )
     return out
 
@@ -197,13 +170,27 @@ def _gate_up_kernel(
     gate_row = expert * (2 * INNER) + n
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in range(0, WIDTH, BLOCK_K):
-        a = _rows(x, row, live, k, WIDTH, FORMAT, BLOCK_M, BLOCK_K)
-        a_scale = _row_scales(x_scales, row, live, k, WIDTH, FORMAT)
-        gate = _add_product(gate, a, a_scale, weight, scales, gate_row, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K)
-        up = _add_product(
-            up, a, a_scale, weight, scales, gate_row + INNER, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K
+    if FORMAT == "fp8":
+        gate_scale, up_scale = (
+            _block_scale(scales, gate_row, 0, WIDTH),
+            _block_scale(scales, gate_row + INNER, 0, WIDTH),
         )
+        for k in range(0, WIDTH, BLOCK_K):
+            following = tl.minimum(k + BLOCK_K, WIDTH - BLOCK_K)
+            next_gate = _block_scale(scales, gate_row, following, WIDTH)
+            next_up = _block_scale(scales, gate_row + INNER, following, WIDTH)
+            a = _rows(x, row, live, k, WIDTH, FORMAT, BLOCK_M, BLOCK_K)
+            a_scale = tl.load(x_scales + row * (WIDTH // 128) + k // 128, mask=live, other=0.0)
+            gate += tl.dot(weight.load([gate_row, k]), tl.trans(a)) * (gate_scale * a_scale)[None, :]
+            up += tl.dot(weight.load([gate_row + INNER, k]), tl.trans(a)) * (up_scale * a_scale)[None, :]
+            gate_scale, up_scale = next_gate, next_up
+    else:
+        for k in range(0, WIDTH, BLOCK_K):
+            a = tl.trans(_rows(x, row, live, k, WIDTH, FORMAT, BLOCK_M, BLOCK_K))
+            gate_tile = _tile(weight, scales, gate_row, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K)
+            up_tile = _tile(weight, scales, gate_row + INNER, INNER - n, k, WIDTH, FORMAT, BLOCK_N, BLOCK_K)
+            gate = tl.dot(gate_tile, a, gate)
+            up = tl.dot(up_tile, a, up)
     gate, up = _finished(gate, global_scale, FORMAT), _finished(up, global_scale, FORMAT)
     hidden = tl.trans(gated(gate, up, ACTIVATION).to(tl.bfloat16))
     column = n + tl.arange(0, BLOCK_N)
@@ -252,33 +239,24 @@ def _product_kernel(
     row = place.to(tl.int64) if TOP_K is None else pair // TOP_K
     target = pair if TOP_K is None else place.to(tl.int64)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in range(0, DEPTH, BLOCK_K):
-        a = _rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K)
-        a_scale = _row_scales(x_scales, row, live, k, DEPTH, FORMAT)
-        total = _add_product(
-            total, a, a_scale, weight, scales, expert * OUTPUTS + n, OUTPUTS - n, k, DEPTH, FORMAT, BLOCK_N, BLOCK_K
-        )
+    weight_row = expert * OUTPUTS + n
+    if FORMAT == "fp8":
+        scale = _block_scale(scales, weight_row, 0, DEPTH)
+        for k in range(0, DEPTH, BLOCK_K):
+            next_scale = _block_scale(scales, weight_row, tl.minimum(k + BLOCK_K, DEPTH - BLOCK_K), DEPTH)
+            a = _rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K)
+            a_scale = tl.load(x_scales + row * (DEPTH // 128) + k // 128, mask=live, other=0.0)
+            total += tl.dot(weight.load([weight_row, k]), tl.trans(a)) * (scale * a_scale)[None, :]
+            scale = next_scale
+    else:
+        for k in range(0, DEPTH, BLOCK_K):
+            a = tl.trans(_rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K))
+            tile = _tile(weight, scales, weight_row, OUTPUTS - n, k, DEPTH, FORMAT, BLOCK_N, BLOCK_K)
+            total = tl.dot(tile, a, total)
     total = _finished(total, global_scale, FORMAT)
     column = n + tl.arange(0, BLOCK_N)
     inside = live[:, None] & (column < OUTPUTS)[None, :]
     tl.store(out + target[:, None] * OUTPUTS + column[None, :], tl.trans(total.to(tl.bfloat16)), mask=inside)
-
-
-@triton.jit
-def _silu_kernel(
-    both, out, out_scales, INNER: tl.constexpr, ACTIVATION: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr
-):
-    wait_for_inputs(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < INNER
-    gate = tl.load(both + row * (2 * INNER) + channel, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * (2 * INNER) + INNER + channel, mask=inside, other=0.0).to(tl.float32)
-    hidden = gated(gate, up, ACTIVATION).to(tl.bfloat16)
-    if out_scales is None:
-        tl.store(out + row * INNER + channel, hidden, mask=inside)
-    else:
-        store_row(hidden, row, out, out_scales, None, INNER, "fp8_block128", CHANNELS, tl.program_id(1) * CHANNELS)
 
 
 @triton.jit
@@ -301,16 +279,13 @@ def _rows(x, row, live, k, DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def _row_scales(scales, row, live, k, DEPTH: tl.constexpr, FORMAT: tl.constexpr):
-    """[M] of the 128 columns from k; 1 where rows aren't quantised."""
-    return tl.load(scales + row * (DEPTH // 128) + k // 128, mask=live, other=0.0) if FORMAT == "fp8" else 1.0
+def _block_scale(scales, row, k, DEPTH: tl.constexpr):
+    """Of the 128 x 128 weights that begin there: asked for a turn before it is needed, as nothing else hides it."""
+    return tl.load(scales + row.to(tl.int64) // 128 * (DEPTH // 128) + k // 128)
 
 
 @triton.jit
-def _add_product(
-    total,
-    a,
-    a_scale,
+def _tile(
     weight,
     scales,
     row,
@@ -321,27 +296,23 @@ def _add_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total + weights a^T, [N, M]; rows of the weight from `rows_left` on give what is not used."""
-    if FORMAT == "fp8":
-        tl.static_assert(BLOCK_K == 128 and 128 % BLOCK_N == 0)
-        scale = tl.load(scales + row.to(tl.int64) // 128 * (DEPTH // 128) + k // 128)
-        total += tl.dot(weight.load([row, k]), tl.trans(a)) * (scale * a_scale)[None, :]
+    """[N, K] of the weight, dequantised; rows from `rows_left` on give what is not used."""
+    BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+    PACKED: tl.constexpr = 4 if FORMAT == "nvfp4" else 2  # codes of a word
+    own = row.to(tl.int64) + tl.minimum(tl.arange(0, BLOCK_N), rows_left - 1)[:, None]
+    word = k // PACKED + tl.arange(0, BLOCK_K // PACKED)[None, :]
+    at = weight + own * (DEPTH // PACKED) + word
+    words = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=word < DEPTH // PACKED, other=0)
+    block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
+    if DEPTH % (4 * BLOCK) == 0:
+        # single bytes would not be copied ahead of their use, so each comes with its three neighbours
+        at = scales.to(tl.pointer_type(tl.int32)) + own * (DEPTH // (4 * BLOCK)) + block // 4
+        fours = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=block < DEPTH // BLOCK, other=0)
+        scale = (fours >> (8 * (block % 4))).to(tl.uint8)
     else:
-        BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
-        PACKED: tl.constexpr = 4 if FORMAT == "nvfp4" else 2  # codes of a word
-        own = row.to(tl.int64) + tl.minimum(tl.arange(0, BLOCK_N), rows_left - 1)[:, None]
-        word = k // PACKED + tl.arange(0, BLOCK_K // PACKED)[None, :]
-        block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
-        words_at = weight + own * (DEPTH // PACKED) + word
-        scales_at = scales + own * (DEPTH // BLOCK) + block
-        if DEPTH % BLOCK_K == 0:
-            words, scale = tl.load(words_at), tl.load(scales_at)
-        else:
-            words = tl.load(words_at, mask=word < DEPTH // PACKED, other=0)
-            scale = tl.load(scales_at, mask=block < DEPTH // BLOCK, other=0)
-        if FORMAT == "nvfp4":
-            values = nvfp4_tile(words, scale, BLOCK_N, BLOCK_K)
-        else:
-            values = mxfp8_tile(words, scale, BLOCK_N, BLOCK_K)
-        total = tl.dot(values, tl.trans(a), total)
-    return total
+        scale = tl.load(scales + own * (DEPTH // BLOCK) + block, mask=block < DEPTH // BLOCK, other=0)
+    if FORMAT == "nvfp4":
+        values = nvfp4_tile(words, scale, BLOCK_N, BLOCK_K)
+    else:
+        values = mxfp8_tile(words, scale, BLOCK_N, BLOCK_K)
+    return values

@@ -44,10 +44,12 @@ HELD_TILES = (
     HeldTile(2, 2, 1, 1024, 8),
     HeldTile(4, 4, 1, 1024, 8),
     HeldTile(8, 8, 1, 1024, 4),
-    HeldTile(16, 16, 1, 2048, 16),
+    HeldTile(16, 16, 1, 1024, 8),
     HeldTile(32, 8, 2, 2048, 8),
+    HeldTile(64, 8, 4, 2048, 8),
 )
 TILES = (Tile(64, 8, 4, 512, 4), Tile(2048, 8, 4, 256, 4))
+_NARROW = 4096  # channels up to which more programs pay, each with one turn
 _MAX_HELD = 8192  # channels
 _MAX_PRODUCTS = 60_000_000
 
@@ -73,7 +75,8 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
 def run_held(x: Tensor, weight: Tensor, out: Tensor, tile: HeldTile) -> None:
     """Fill `out`, which is not empty."""
     num_tokens, width = x.shape
-    _held_kernel[(len(weight), triton.cdiv(num_tokens, tile.tokens * tile.turns))](
+    turns = tile.turns if width > _NARROW else 1
+    _held_kernel[(len(weight), triton.cdiv(num_tokens, tile.tokens * turns))](
         x,
         weight,
         out,
@@ -81,7 +84,7 @@ def run_held(x: Tensor, weight: Tensor, out: Tensor, tile: HeldTile) -> None:
         NUM_EXPERTS=len(weight),
         WIDTH=width,
         TOKENS=tile.tokens,
-        TURNS=tile.turns,
+        TURNS=turns,
         DEPTH=min(tile.depth, triton.next_power_of_2(width)),
         EARLY=may_read_early(x),
         num_warps=tile.num_warps,

@@ -111,7 +111,7 @@ def check(out: Tensor, case: Case) -> None:
 
 @EVERY_CASE
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "inner"), [(0, 3, 2, 128), (1, 8, 2, 128), (20, 3, 2, 128), (3, 2, 1, 256)]
+    ("num_rows", "num_experts", "top_k", "inner"), [(0, 3, 2, 128), (1, 32, 2, 128), (20, 3, 2, 128), (3, 2, 1, 256)]
 )
 def test_against_the_formula(
     weight_format: WeightFormat,
@@ -168,7 +168,7 @@ def test_weights_are_dequantised_without_an_error(weight_format: WeightFormat, t
 def test_what_is_not_routed_here_shows_nowhere(
     weight_format: WeightFormat, library: Library[QuantizedExpertsFunction], device: str
 ) -> None:
-    cases = ((1, 8), (12, 2)) if device == "cuda" else ((12, 2),)  # pair by pair is slow when it is interpreted
+    cases = ((1, 32), (12, 2)) if device == "cuda" else ((12, 2),)  # pair by pair is slow when it is interpreted
     for num_rows, num_experts in cases:
         x, ids, weights, *both = random_case(weight_format, num_rows, num_experts, 2, 128, 128, device)
         ids[-1] = -1
