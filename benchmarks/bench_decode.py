@@ -279,7 +279,7 @@ def prefill_floor_us(plan: ShardPlan, shard: Shard) -> float:
 
 
 def measure(name: str, batches: Sequence[int], *, with_peers: bool) -> list[Row]:
-    """The rows of a model; the prefill is one of them where all of BATCHES are."""
+    """The rows of a model."""
     folder = open_model_folder(MODELS / name, weights=False)
     positions = max(parse_config(folder.config).max_position_embeddings, PREFILL + BLOCK_SIZE)
     folder = replace(folder, config={**folder.config, "max_position_embeddings": positions})
@@ -313,15 +313,14 @@ def measure(name: str, batches: Sequence[int], *, with_peers: bool) -> list[Row]
                 bounds={"GPU busy": busy_us, "gap before the next step": gap_us},
             )
         )
-    if tuple(batches) == BATCHES:
-        rows.append(
-            Row(
-                case=f"{name} bf16 tp=1 prefill={PREFILL}",
-                ours_us=served.prefill(),
-                library="eager",
-                floor_us=prefill_floor_us(served.plan, served.shard),
-            )
+    rows.append(
+        Row(
+            case=f"{name} bf16 tp=1 prefill={PREFILL}",
+            ours_us=served.prefill(),
+            library="eager",
+            floor_us=prefill_floor_us(served.plan, served.shard),
         )
+    )
     for row in rows:
         share = 100 * (row.floor_us or 0.0) / row.ours_us
         others = ", ".join(f"{what} {value:.0f}" for what, value in (*row.bounds.items(), *row.peers.items()))

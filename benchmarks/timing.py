@@ -224,9 +224,10 @@ def _summary(values: list[float]) -> Measurement:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in ("torch", "triton", "nvidia-cutlass-dsl"):
+    for package, module in (("torch", "torch"), ("triton", "triton"), ("nvidia-cutlass-dsl", "cutlass")):
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        except importlib.metadata.PackageNotFoundError:  # copied to the path without the installer's notes
+            if module in sys.modules:
+                found[package] = sys.modules[module].__version__
     return found

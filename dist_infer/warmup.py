@@ -16,7 +16,7 @@ from dist_infer.comm.agreement import Decision
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture
 from dist_infer.step_runner import StepRunner
-from dist_infer.types import Batch, BatchKind
+from dist_infer.types import Batch, BatchKind, LogitEdits
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1e-4
@@ -26,11 +26,15 @@ _GREEDY, _NUCLEUS = _WAYS[:1], _WAYS[3:]
 
 
 def make_batch(
-    parts: Sequence[tuple[int, int]], *, block_size: int, ways: Sequence[tuple[float, int, float]] = _GREEDY
+    parts: Sequence[tuple[int, int]],
+    *,
+    block_size: int,
+    ways: Sequence[tuple[float, int, float]] = _GREEDY,
+    edited: bool = False,
 ) -> Batch:
     """Sequences of (new tokens, tokens with what is cached) that are nobody's; each gets a next token.
 
-    `ways` are temperature, top_k and top_p of the rows, by turns.
+    `ways` are temperature, top_k and top_p of the rows, by turns. If `edited` the logits of the first row are.
     """
     query_lens, kv_lens = (np.array(column, np.int64) for column in zip(*parts, strict=True))
     query_start = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
@@ -54,6 +58,24 @@ def make_batch(
         top_p=np.array(top_p, np.float64),
         seeds=np.zeros(num_seqs, np.int64),
         draw_positions=kv_lens,
+        edits=_some_edits() if edited else None,
+    )
+
+
+def _some_edits() -> LogitEdits:
+    """Of every kind, in row 0."""
+    zero, one, half = np.zeros(1, np.int64), np.ones(1), np.full(1, 0.5)
+    return LogitEdits(
+        bias_rows=zero,
+        bias_ids=zero,
+        biases=half,
+        penalty_rows=zero,
+        repetition=one,
+        frequency=half,
+        presence=half,
+        token_owners=zero,
+        token_ids=zero,
+        token_counts=zero + 1,
     )
 
 
@@ -86,6 +108,7 @@ def mixed_batch(config: SchedulerConfig) -> Batch:
 def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
     """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling.
 
+    Edited logits have a dtype of their own, so all ways of sampling meet them once.
     And prompts, and numbers of sequences in a mixed step and of the longest sequences, of every power of two: one lies
     in each range of sizes for which a kernel has tiles of its own.
     """
@@ -108,6 +131,9 @@ def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
         if parts and sum(new for new, _ in parts) <= config.max_num_tokens:
             for ways in (_GREEDY, _WAYS)[: len(parts)]:
                 yield make_batch(parts, block_size=config.block_size, ways=ways)
+    rows = [(1, 2)] * min(len(_WAYS), config.max_num_seqs, config.max_num_tokens)
+    for num_ways in (len(_WAYS), 2):
+        yield make_batch(rows, block_size=config.block_size, ways=_WAYS[:num_ways], edited=True)
 
 
 def run_step(step_runner: StepRunner, batch: Batch, *, world_size: int) -> None:

@@ -157,7 +157,7 @@ def wait(tokens: SampledIds) -> None:
         time.sleep(1e-5)
 
 
-def make_requests(count: int, *, first_id: int = 0) -> list[Request]:
+def make_requests(count: int, *, first_id: int = 0, longest: int = 24) -> list[Request]:
     options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9},
@@ -168,7 +168,7 @@ def make_requests(count: int, *, first_id: int = 0) -> list[Request]:
         Request(
             request_id=first_id + idx,
             prompt_ids=tuple(PROMPTS[idx % 5][: 1 + (idx * 13) % 69]),
-            sampling=SamplingParams(max_tokens=2 + (idx * 7) % 23, seed=idx, **options[idx % len(options)]),
+            sampling=SamplingParams(max_tokens=2 + (idx * 7) % (longest - 1), seed=idx, **options[idx % len(options)]),
         )
         for idx in range(count)
     ]
@@ -224,8 +224,8 @@ def test_memory_and_graphs_stay_as_they_were_after_the_warm_up(
     with noted_compiles() as late:
         while loop.num_steps < num_steps:
             if loop.scheduler.live < 8:
-                loop.admit(make_requests(5, first_id=next_id))
-                next_id += 5
+                loop.admit(make_requests(12, first_id=next_id, longest=24 if num_steps < 1000 else 150))
+                next_id += 12
             loop.step()
             if loop.num_steps % 1000 == 0:
                 assert memory_taken() == before

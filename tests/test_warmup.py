@@ -89,6 +89,15 @@ def test_numbers_of_sequences_of_every_power_of_two() -> None:
     assert longest >= {(1, 64), (2, 64), (4, 32), (8, 16), (16, 8), (32, 4)}
 
 
+def test_logits_are_edited_in_every_way_of_sampling() -> None:
+    ways = [
+        list(zip(batch.temperature, batch.top_k, batch.top_p, strict=True))
+        for batch in small_batches(limits())
+        if batch.edits is not None
+    ]
+    assert ways == [[(0, 0, 1), (1, 0, 1), (1, 5, 0.9), (1, 0, 0.9)], [(0, 0, 1), (1, 0, 1)] * 2]
+
+
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_nothing_is_left_behind(tmp_path: Path, with_graphs: bool) -> None:
     config = limits()

@@ -143,6 +143,14 @@ def _best_of_parts(
     tl.store(best_ids + out, winner)
 
 
+# Of candidates, which are few and of any number: one variant for all of their shapes.
+_best_of_candidates = triton.jit(
+    _best_of_parts.fn,
+    do_not_specialize=["num_columns", "part_len", "row_stride", "column_stride", "first_id", "ids_stride"],
+    do_not_specialize_on_alignment=["logits", "ids", "temperature", "keys"],
+)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def _best_of_row(part_scores, part_ids, scores, best_ids, num_parts, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -197,7 +205,8 @@ def sample_above(
     if num_rows == 0:
         return scores.view(0), best_ids.view(0)
     table = None if isinstance(ids, int) else ids.contiguous()
-    _best_of_parts[(num_rows, num_parts)](
+    kernel = _best_of_candidates if logits.dtype == torch.float64 else _best_of_parts
+    kernel[(num_rows, num_parts)](
         logits,
         table,
         None if temperature is None else temperature.contiguous(),

@@ -69,7 +69,7 @@ def test_steps_of_a_gpu(model: Path, tmp_path: Path) -> None:
     steps = json.loads(result.read_text())["steps"]
     decode, profile = steps["decode"], steps["profile"]
     assert steps["device"] == "cuda" and decode["steps"] == decode["as_graphs"] > 20
-    assert decode["sequences_mean"] == 6 and 0 < decode["busy_share"] < 1
+    assert 5 < decode["sequences_mean"] <= 6 and 0 < decode["busy_share"] < 1
     assert 0 < profile["busy_us"] <= profile["span_us"]
     assert profile["num_kernels"] == sum(
         kernel["launches"] for kernel in profile["kernels"] if not kernel["name"].startswith("Mem")
