@@ -55,8 +55,17 @@ def measure(name: str, heads: int, query_len: int, batch: int, kv_len: int) -> R
     def run(inputs: Inputs) -> list[Tensor]:
         q, rows, table = inputs
         out = torch.empty(*q.shape[:2], LATENT, dtype=q.dtype, device=DEVICE)
-        sizes = {"page_size": PAGE_SIZE, "query_len": query_len}
-        mla_decode(q, rows, table, kv_lens, scale=SCALE, workspace=space, out=out, **sizes)
+        mla_decode(
+            q,
+            rows,
+            table,
+            kv_lens,
+            page_size=PAGE_SIZE,
+            query_len=query_len,
+            scale=SCALE,
+            workspace=space,
+            out=out,
+        )
         return [out]
 
     candidates: dict[str, Run[Inputs]] = {"ours": run}
