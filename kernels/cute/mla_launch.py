@@ -22,6 +22,7 @@ from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TI
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _THREADS = 384
+_MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_tiles.plan_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +221,7 @@ class Launch:
             fetch_table(page_table, cta, num_ctas)
         cute.arch.griddepcontrol_wait()  # lengths and tables may come from the launch before
         if warp == 1:
-            plan_work(kv_lens, work, num_ctas // row_tiles, worker)
+            plan_work(kv_lens, work, num_ctas // row_tiles, worker, _MANY_PARTS[v.many])
         cute.arch.sync_threads()
         first, end, seq, before, chunk, total = (cute.arch.make_warp_uniform(work[place]) for place in range(6))
         cute.arch.griddepcontrol_launch_dependents()

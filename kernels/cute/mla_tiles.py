@@ -19,7 +19,6 @@ BLOCK = 64  # columns of a swizzled block: 128 bytes a row
 BLOCK_BYTES = TILE * BLOCK * 2
 NUM_BLOCKS = WIDTH // BLOCK
 NUM_LATENT_BLOCKS = LATENT // BLOCK
-MANY_PARTS = 64  # merging more parts of a sequence takes longer than giving each of them another tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +61,13 @@ def tiles_of(kv_lens: cute.Tensor, seq: Int32) -> Int32:
 
 
 @cute.jit
-def plan_work(kv_lens: cute.Tensor, work: cute.Tensor, num_workers: Int32, worker: Int32) -> None:
+def plan_work(
+    kv_lens: cute.Tensor, work: cute.Tensor, num_workers: Int32, worker: Int32, many_parts: cutlass.Constexpr
+) -> None:
     """One warp writes what a worker does: work = [first tile, end, its sequence, tiles before it, chunk, total].
 
-    Each lane counts the tiles of a run of sequences.
+    Each lane counts the tiles of a run of sequences. Merging more than `many_parts` of a sequence takes longer than
+    giving each of them a second tile.
     """
     lane = cute.arch.lane_idx()
     run = (kv_lens.shape[0] + 31) // 32
@@ -81,7 +83,7 @@ def plan_work(kv_lens: cute.Tensor, work: cute.Tensor, num_workers: Int32, worke
         if lane >= (1 << step):
             upto += other
     total = cute.arch.shuffle_sync(upto, 31)
-    chunk = _chunk_of(total, cute.arch.warp_redux_sync(longest, "max"), num_workers)
+    chunk = _chunk_of(total, cute.arch.warp_redux_sync(longest, "max"), num_workers, many_parts)
     first = worker * chunk
     if first < total:
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= first))
@@ -114,13 +116,13 @@ def fetch_table(page_table: cute.Tensor, cta: Int32, num_ctas: Int32) -> None:
 
 
 @cute.jit
-def _chunk_of(total: Int32, longest: Int32, num_workers: Int32) -> Int32:
+def _chunk_of(total: Int32, longest: Int32, num_workers: Int32, many_parts: cutlass.Constexpr) -> Int32:
     """Tiles of a worker: an even share, or whole sequences of equal length if that costs at most a sixteenth."""
     chunk = (total + num_workers - 1) // num_workers
     whole = (chunk + longest - 1) // longest * longest
     if whole * 16 <= chunk * 17 + 16:
         chunk = whole
-    if chunk == 1 and longest > MANY_PARTS:
+    if chunk == 1 and longest > many_parts:
         chunk = Int32(2)
     return chunk
 
