@@ -370,12 +370,12 @@ def test_only_the_reference_has_wide_heads() -> None:
 
 
 @library_runs(LIBRARIES, [torch.float32, torch.bfloat16], names=["triton"])
-@pytest.mark.parametrize("window", [1, 33, 100, 1000])
+@pytest.mark.parametrize("window", [1, 100])
 def test_a_window_in_tiles_and_splits(
     library: Library[PlanFunction], device: str, dtype: torch.dtype, window: int
 ) -> None:
     """Ends of the window inside of blocks and on their borders, rows that see nothing of their tile's first keys."""
-    lens = [(1, 200), (70, 300), (1, 0), (33, 33), (1, 64), (2, 131)]
+    lens = [(1, 200), (70, 250), (1, 0), (33, 33), (1, 64), (2, 131)]
     case = make_case(lens, heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=dtype, device=device)
     factor = 4.0 if dtype == torch.float32 else 2.0  # the order of the sums differs
     out = attend(case, library, window)
