@@ -184,7 +184,8 @@ class Served:
         started_s = time.perf_counter()
         inner = self._make_runner(own)
         inner.capture(CudaCapture(device))
-        warm_up(inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
+        if warms_up:
+            warm_up(inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
         self.steps: list[StepTimes] = []
         self.runner: TimedRunner[PreparedStep, SampledIds] = TimedRunner(inner, CudaMarks(), self.steps.append)
         self.warm_s = time.perf_counter() - started_s
