@@ -312,18 +312,6 @@ def spread_e2m1(codes):
 
 
 @triton.jit
-def decode_nvfp4(codes, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """Packed codes [ROWS, COLUMNS / 2] and E4M3 scale bytes [ROWS, COLUMNS / 16] to values [ROWS, COLUMNS], exact.
-
-    The global scale isn't in them.
-    """
-    low, high = spread_e2m1(codes)
-    small = tl.reshape(tl.join(low, high), (ROWS, COLUMNS // 16, 16))
-    scale = scale_bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
-    return tl.reshape((small.to(tl.float32) * scale[:, :, None]).to(DTYPE), (ROWS, COLUMNS))
-
-
-@triton.jit
 def ue8m0_value(scale_bytes):
     """2^(b - 127) in float32."""
     bits = scale_bytes.to(tl.int32)

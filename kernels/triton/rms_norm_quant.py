@@ -1,6 +1,7 @@
 """RMSNorm and quantisation as one Triton kernel; the contract stands in kernels/rms_norm_quant.py.
 
-The norm is computed as in rms_norm.py: the same tile, warps, loads and order of additions, so the same bytes. Programs
+The norm is computed as in rms_norm.py: the same tile, warps, loads and order of additions, so the same bytes. Gains are
+loaded when they are needed: then a thread has few enough registers for four programs on a multiprocessor. Programs
 beyond those of the rows zero the scales of invented rows.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -9,10 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dist_infer.kernels.carriers import Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton import number_formats
+from dist_infer.kernels.triton.dependent_launch import overlapping
 from dist_infer.kernels.triton.quantize import kernel_format
+from dist_infer.kernels.triton.quantized_rows import load_scale, store_row_in_place
 from dist_infer.kernels.triton.rms_norm import aligned_rows, row_scale, tile_of
 
 
@@ -33,22 +37,27 @@ def norm_and_quantize(
     HIDDEN: tl.constexpr,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if row < num_tokens:
         columns = tl.arange(0, TILE)
         inside = columns < HIDDEN
-        gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
         values = tl.load(x + row * x_stride + columns, mask=inside, other=0)
         if residual is not None:
             added = tl.load(residual + row * residual_stride + columns, mask=inside, other=0)
             values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
             tl.store(total + row * HIDDEN + columns, values, mask=inside)
         wide = values.to(tl.float32)
-        result = (wide * row_scale(wide, eps, HIDDEN) * gains).to(values.dtype)
+        inverse = row_scale(wide, eps, HIDDEN)
+        gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+        result = (wide * inverse * gains).to(values.dtype)
         if normed is not None:
             tl.store(normed + row * HIDDEN + columns, result, mask=inside)
-        number_formats.store_row(result, row, data, scales, scale, HIDDEN, FORMAT, TILE)
+        store_row_in_place(result, row, data, scales, load_scale(scale), HIDDEN, FORMAT, TILE)
     else:
         number_formats.zero_invented_rows(scales, num_tokens, row.to(tl.int32) - num_tokens, HIDDEN, FORMAT)
 
@@ -86,5 +95,6 @@ def rms_norm_quant(
         TILE=tile,
         FORMAT=quant_format,
         num_warps=num_warps,
+        **overlapping(x),
     )
     return normed, total

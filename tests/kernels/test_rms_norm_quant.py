@@ -139,7 +139,7 @@ def test_a_row_is_added_up_in_the_layout_of_the_norm_alone(quant_format: QuantFo
     alone = compile_ahead(triton_norm._rms_norm, types, sizes | {"OVERLAP": False}, num_warps=num_warps)
     is_fp8 = quant_format is QuantFormat.FP8_ROWS
     extra = {"data": "*fp8e4nv" if is_fp8 else "*u8", "scales": "*fp32" if is_fp8 else "*u8", "num_tokens": "i32"}
-    constants = sizes | {"FORMAT": quant_format.value, "scale": None}
+    constants = sizes | {"FORMAT": quant_format.value, "scale": None, "OVERLAP": True}
     fused = compile_ahead(triton_norm_quant.norm_and_quantize, types | extra, constants, num_warps=num_warps)
     assert layout_of_first_reduction(alone.asm["ttgir"]) == layout_of_first_reduction(fused.asm["ttgir"])
     assert "LDG.E.128" in fused.asm["sass"] and fused.spilled_bytes == 0
