@@ -70,12 +70,13 @@ WIDE: Sequence[Tiles] = (
 )
 
 
+# Experts for each pair, from which on pairs are computed one by one.
+QUANTIZED_EXPERTS_PER_PAIR: Mapping[str, int] = {"fp8": 16, "mxfp8": 2, "nvfp4": 2}
 # The products with quantised weights are always computed transposed. FP8 goes by 128 channels of either kind.
 QUANTIZED: Mapping[str, Sequence[Tiles]] = {
     "fp8": (
         Tiles(8, 16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 2)),
-        Tiles(48, 32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 3)),
-        Tiles(float("inf"), 64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
+        Tiles(float("inf"), 32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 3)),
     ),
     "mxfp8": (
         Tiles(8, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 2)),

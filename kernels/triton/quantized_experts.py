@@ -1,7 +1,6 @@
 """Experts with quantised weights, in Triton; the contract stands in kernels/quantized_experts.py.
 
-The two ways are those of triton/moe_experts, pair by pair more seldom: there the dequantisation is not shared. Rows
-for FP8 weights are quantised by a launch of their own.
+The two ways are those of triton/moe_experts. Rows for FP8 weights are quantised by a launch of their own.
 """
 
 import torch
@@ -10,12 +9,10 @@ from torch import Tensor
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
 from dist_infer.kernels.triton.moe_align import align
 from dist_infer.kernels.triton.moe_experts import sum_of_pairs
-from dist_infer.kernels.triton.moe_tiles import QUANTIZED_PAIRS, Tiles, quantized_tiles_for
+from dist_infer.kernels.triton.moe_tiles import QUANTIZED_EXPERTS_PER_PAIR, QUANTIZED_PAIRS, Tiles, quantized_tiles_for
 from dist_infer.kernels.triton.quantize import quantize
 from dist_infer.kernels.triton.quantized_gemm import Parts, down, gate_up
 from dist_infer.kernels.triton.quantized_pairs import pair_down, pair_gate_up
-
-_EXPERTS_PER_PAIR = 16  # from which on pairs are computed one by one
 
 
 def quantized_experts(
@@ -34,7 +31,7 @@ def quantized_experts(
     expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
     rows = _operand(x, narrow=isinstance(w_down, Fp8Tensor))
     quant_format = Parts.of(w_down).quant_format
-    if _EXPERTS_PER_PAIR * expert_ids.numel() <= num_experts:
+    if QUANTIZED_EXPERTS_PER_PAIR[quant_format] * expert_ids.numel() <= num_experts:
         tiles = QUANTIZED_PAIRS[quant_format]
         hidden = pair_gate_up(rows, expert_ids, w_gate_up, num_experts, tiles[0], activation)
         return pair_down(hidden, expert_ids, weights, w_down, num_experts, tiles[1])

@@ -304,13 +304,14 @@ def _tile(
     at = weight + own * (DEPTH // PACKED) + word
     words = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=word < DEPTH // PACKED, other=0)
     block = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
-    if DEPTH % (4 * BLOCK) == 0:
-        # single bytes would not be copied ahead of their use, so each comes with its three neighbours
+    if FORMAT == "mxfp8" and DEPTH % (4 * BLOCK) == 0:
+        # single bytes are not copied ahead of their use, so each comes with its three neighbours
         at = scales.to(tl.pointer_type(tl.int32)) + own * (DEPTH // (4 * BLOCK)) + block // 4
         fours = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=block < DEPTH // BLOCK, other=0)
         scale = (fours >> (8 * (block % 4))).to(tl.uint8)
     else:
-        scale = tl.load(scales + own * (DEPTH // BLOCK) + block, mask=block < DEPTH // BLOCK, other=0)
+        at = scales + own * (DEPTH // BLOCK) + block
+        scale = tl.load(at) if DEPTH % BLOCK_K == 0 else tl.load(at, mask=block < DEPTH // BLOCK, other=0)
     if FORMAT == "nvfp4":
         values = nvfp4_tile(words, scale, BLOCK_N, BLOCK_K)
     else:
