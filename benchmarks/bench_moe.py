@@ -1,7 +1,8 @@
 """A whole MoE layer on one GPU: router, choice of experts, experts, weighted sum; shared experts left out.
 
-    python -m benchmarks.bench_moe
+    python -m benchmarks.bench_moe [many]
 
+With `many` only many tokens, in a file of their own.
 Peer: the same in torch, with torch._grouped_mm. Bounds: parts of ours; "experts" is all that comes after the routing.
 The floor counts the weights of the experts that are hit, the router's, input and output once, and the products' FLOP.
 Calls rotate over copies of the weights and, with few tokens, over other experts of the same copy. Routing comes from
@@ -21,16 +22,19 @@ from torch.nn import functional
 from benchmarks.timing import Row, Run, compare, floor_us, write_results
 from dist_infer.kernels import moe_experts, moe_route, router_gemm
 from dist_infer.kernels.carriers import GatedActivation, RoutingMethod
-from dist_infer.kernels.dispatch import Library, Target, resolve
+from dist_infer.kernels.choices import select
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.reference.moe_route import moe_route as torch_moe_route
 from dist_infer.kernels.reference.router_gemm import router_gemm as torch_router_gemm
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+MANY_TOKENS = (4096, 1024, 256)
 NUM_SAMPLES = 11
 NUM_COPIES = 2  # of the weights
 CALLS_A_COPY = 4
 NUM_COMPILERS = 14
 _DTYPE = torch.bfloat16
+_PARTS = ("experts", "experts, triton", "router", "routing")
 SILU = GatedActivation.SILU
 
 
@@ -122,12 +126,13 @@ class Ours:
     experts: Library[moe_experts.MoeExpertsFunction]
 
     @classmethod
-    def on(cls, device: torch.device) -> "Ours":
-        target = Target(device=device, dtype=_DTYPE)
+    def on(cls, device: torch.device, model: Model, order: str = "") -> "Ours":
+        sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
+        target = Target(device=device, dtype=_DTYPE, geometry=sizes)
         return cls(
-            resolve("router_gemm", router_gemm.LIBRARIES, target).pick(),
-            resolve("moe_route", moe_route.LIBRARIES, target).pick(),
-            resolve("moe_experts", moe_experts.LIBRARIES, target).pick(),
+            select("router_gemm", router_gemm.LIBRARIES, target, {}).pick(),
+            select("moe_route", moe_route.LIBRARIES, target, {}).pick(),
+            select("moe_experts", moe_experts.LIBRARIES, target, {"moe_experts": order}).pick(),
         )
 
     def runs(self, method: RoutingMethod) -> dict[str, Run[Inputs]]:
@@ -194,8 +199,10 @@ def check(model: Model, ours: Run[Inputs], peer: Run[Inputs], inputs: Inputs) ->
 def measure(model: Model, tokens: int, device: torch.device, weights: Sequence[Weights], kind: str) -> Row:
     """One row of the results."""
     copies = make_copies(model, tokens, device, weights)
-    ours = Ours.on(device)
+    ours = Ours.on(device, model)
     candidates: dict[str, Callable[[Inputs], Sequence[Tensor]]] = ours.runs(model.method)
+    if ours.experts.name != "triton" and tokens not in MANY_TOKENS:
+        candidates["experts, triton"] = Ours.on(device, model, "triton").runs(model.method)["experts"]
     candidates["torch._grouped_mm"] = torch_layer(model.method)
     check(model, candidates["ours"], candidates["torch._grouped_mm"], copies[0])
     num_hit = sum(len(set(copy.ids.flatten().tolist())) for copy in copies) / len(copies)
@@ -214,7 +221,7 @@ def measure(model: Model, tokens: int, device: torch.device, weights: Sequence[W
         library=ours.experts.name,
         floor_us=floor_us(read_bytes=num_bytes, flops=flops),
         peers={"torch._grouped_mm": found["torch._grouped_mm"].median_us},
-        bounds={part: found[part].median_us for part in ("experts", "router", "routing")},
+        bounds={part: found[part].median_us for part in found if part in _PARTS},
     )
 
 
@@ -223,7 +230,8 @@ def compile_case(case: tuple[int, int]) -> None:
     model, tokens = MODELS[case[0]], case[1]
     device = torch.device("cuda")
     weights = [Weights.random(model, device, skewed=False)]
-    Ours.on(device).runs(model.method)["ours"](make_copies(model, tokens, device, weights)[0])
+    for order in ("", "triton"):
+        Ours.on(device, model, order).runs(model.method)["ours"](make_copies(model, tokens, device, weights)[0])
     torch.cuda.synchronize()
 
 
@@ -233,11 +241,11 @@ def compile_all() -> None:
         list(pool.map(compile_case, cases))
 
 
-def measure_model(model: Model, device: torch.device) -> Iterator[Row]:
+def measure_model(model: Model, device: torch.device, all_tokens: Sequence[int]) -> Iterator[Row]:
     """Only this model's weights are held."""
     for skewed in (False, True):
         weights = [Weights.random(model, device, skewed=skewed) for _ in range(NUM_COPIES)]
-        for tokens in TOKENS:
+        for tokens in all_tokens:
             yield measure(model, tokens, device, weights, "skewed" if skewed else "balanced")
         del weights
 
@@ -245,16 +253,18 @@ def measure_model(model: Model, device: torch.device) -> Iterator[Row]:
 def main() -> int:
     """Measures and writes the results, those of each model as soon as they are there."""
     device = torch.device("cuda")
-    compile_all()
+    many = sys.argv[1:] == ["many"]
+    if not many:
+        compile_all()
     rows = []
     for model in MODELS:
-        for row in measure_model(model, device):
+        for row in measure_model(model, device, MANY_TOKENS if many else TOKENS):
             rows.append(row)
             parts = ", ".join(f"{name} {value:.1f}" for name, value in row.bounds.items())
             best = min(row.peers.values())
             sys.stdout.write(f"{row.case}: {row.ours_us:.1f} us, floor {row.floor_us:.1f}; {parts}; peer {best:.1f}\n")
             sys.stdout.flush()
-        write_results("bench_moe", rows, device=device)
+        write_results("bench_moe_many" if many else "bench_moe", rows, device=device)
     return 0
 
 

@@ -10,16 +10,34 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import GatedActivation
-from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
 from dist_infer.kernels.reference.moe_experts import moe_experts as reference_moe_experts
 
 MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
+
+_CUTE_CHANNELS, _CUTE_EXPERTS = 64, 256
+
+
+def _on_sizes_of_cute(target: Target) -> str | None:
+    width, inner = (target.geometry.get(name, 0) for name in ("width", "intermediate"))
+    if not width or not inner or width % _CUTE_CHANNELS or inner % _CUTE_CHANNELS:
+        return f"takes channels in multiples of {_CUTE_CHANNELS}, not {width} and {inner}"
+    if target.geometry.get("experts", 0) > _CUTE_EXPERTS:
+        return f"takes up to {_CUTE_EXPERTS} experts, not {target.geometry['experts']}"
+    return on_cute(target)
+
 
 LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
     Library(
         name="triton",
         function=deferred("dist_infer.kernels.triton.moe_experts", "moe_experts"),
         is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(
+        name="cute",
+        function=deferred("dist_infer.kernels.cute.moe_experts", "moe_experts"),
+        is_available=_on_sizes_of_cute,
         graph_safe=True,
     ),
     Library(name="torch", function=reference_moe_experts),

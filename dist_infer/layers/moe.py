@@ -98,7 +98,7 @@ class Experts:
         if self._quantizer is not None:
             setup.on_loaded.append(self._quantize)
         else:
-            sizes = {"experts": len(self.held), "intermediate": inner}
+            sizes = {"experts": len(self.held), "width": hidden_size, "intermediate": inner}
             self._library = setup.choose("moe_experts", experts_op.LIBRARIES, **sizes)
 
     def _quantize(self) -> int:

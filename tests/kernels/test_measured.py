@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from dist_infer.kernels.attention_measured import MEASURED
+from dist_infer.kernels.choices import MEASURED
 from dist_infer.kernels.measured import Measured, entries_for
 from dist_infer.kernels.orders import NAMES, OPS
 from tests.source_tree import ROOT

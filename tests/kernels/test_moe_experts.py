@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_infer.kernels.carriers import GatedActivation
-from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction, moe_experts
 from tests.dense_experts import DenseExperts
 from tests.kernels.aot import compile_ahead
@@ -18,7 +18,7 @@ from tests.kernels.triton_interpreter import TRITON_DEVICES
 from tests.yardstick import check_error
 
 WIDTH = 12
-TRITON, TORCH = LIBRARIES
+TRITON, CUTE, TORCH = LIBRARIES
 RUNS = [
     *(
         pytest.param(TRITON, *device.values, marks=device.marks, id=f"triton-{device.values[0]}")
@@ -231,11 +231,19 @@ def check_against_float64(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, 
     check_error(out, truth, moe_experts(*args, library=TORCH))
 
 
+def on_gpu(name: str) -> Library[MoeExpertsFunction]:
+    """A library, or a skip where its package is missing."""
+    if name == CUTE.name:
+        pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    return {"triton": TRITON, "cute": CUTE}[name]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), PAIRWISE)
-def test_many_sizes(num_rows: int, num_experts: int, top_k: int) -> None:
-    args = gpu_case(num_rows, num_experts, top_k, 256, 96)
-    check_against_float64(moe_experts(*args, library=TRITON), *args)
+@pytest.mark.parametrize(("name", "inner"), [("triton", 96), ("cute", 192)])
+def test_many_sizes(num_rows: int, num_experts: int, top_k: int, name: str, inner: int) -> None:
+    args = gpu_case(num_rows, num_experts, top_k, 256, inner)
+    check_against_float64(moe_experts(*args, library=on_gpu(name)), *args)
 
 
 @pytest.mark.gpu
@@ -250,7 +258,8 @@ def test_other_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 64, 4096])
 @pytest.mark.parametrize("case", ["all on one", "a slice", "one row in four is padding"])
-def test_uneven_routing(num_rows: int, case: str) -> None:
+@pytest.mark.parametrize("name", ["triton", "cute"])
+def test_uneven_routing(num_rows: int, case: str, name: str) -> None:
     x, ids, weights, gate_up, down = gpu_case(num_rows, 64, 6, 512, 128)
     if case == "all on one":
         ids[:, 0], ids[:, 1:] = 37, -1
@@ -260,20 +269,22 @@ def test_uneven_routing(num_rows: int, case: str) -> None:
         ids[::4], x[::4] = -1, math.nan
     weights = weights.nan_to_num(0.5).masked_fill(ids < 0, math.nan)
     args = (x, ids, weights, gate_up, down)
-    out = moe_experts(*args, library=TRITON)
+    out = moe_experts(*args, library=on_gpu(name))
     clean = (x.nan_to_num(), ids, weights.nan_to_num(), gate_up, down)
     check_against_float64(out, *clean)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 512])
-def test_a_graph_replays_with_another_routing(num_rows: int) -> None:
+@pytest.mark.parametrize("name", ["triton", "cute"])
+def test_a_graph_replays_with_another_routing(num_rows: int, name: str) -> None:
+    library = on_gpu(name)
     cases = [gpu_case(num_rows, 64, 6, 256, 128, seed=seed) for seed in range(3)]
     x, ids, weights, gate_up, down = (part.clone() for part in cases[0])
-    moe_experts(x, ids, weights, gate_up, down, library=TRITON)  # compiles
+    moe_experts(x, ids, weights, gate_up, down, library=library)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = moe_experts(x, ids, weights, gate_up, down, library=TRITON)
+        out = moe_experts(x, ids, weights, gate_up, down, library=library)
     for idx, case in enumerate(cases):
         for static, new in zip((x, ids, weights), case, strict=False):
             static.copy_(new)
@@ -282,16 +293,17 @@ def test_a_graph_replays_with_another_routing(num_rows: int) -> None:
             ids[0, 0], weights[0, 0] = 63, 0.5
         out.fill_(math.nan)
         graph.replay()
-        assert torch.equal(out, moe_experts(x, ids, weights, gate_up, down, library=TRITON))
+        assert torch.equal(out, moe_experts(x, ids, weights, gate_up, down, library=library))
         assert not out.isnan().any()
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+@pytest.mark.parametrize("name", ["triton", "cute"])
+def test_offsets_beyond_32_bits(name: str) -> None:
     """2.3 G elements of outputs, and of weights."""
     args = gpu_case(40_000, 160, 8, 7168, 1024)
     x, ids, weights, gate_up, down = args
-    out = moe_experts(*args, library=TRITON)
+    out = moe_experts(*args, library=on_gpu(name))
     rows = torch.tensor([0, 1, 20_000, 39_999], device="cuda")
     used = torch.tensor(sorted({*ids[rows].flatten().tolist()} - {-1}), device="cuda")
     local = torch.full((161,), -1, dtype=torch.int64, device="cuda")
@@ -322,6 +334,15 @@ def test_products_compile_for_hopper(
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx  # weights by the hardware's copies of tiles
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx  # rows by 16 bytes
     assert "st.global.v4" in ptx or "st.global.b128" in ptx or "v4.b32" in ptx
+
+
+def test_the_products_for_hopper_take_whole_tiles() -> None:
+    def refusal(**geometry: int) -> str | None:
+        return CUTE.is_available(Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry=geometry))
+
+    assert refusal(experts=8, width=2048, intermediate=100) == "takes channels in multiples of 64, not 2048 and 100"
+    assert refusal(experts=8, intermediate=128) == "takes channels in multiples of 64, not 0 and 128"
+    assert refusal(experts=257, width=64, intermediate=64) == "takes up to 256 experts, not 257"
 
 
 def test_bad_calls_are_refused() -> None:
