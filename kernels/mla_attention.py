@@ -37,8 +37,8 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
         return f"takes latents of 512 and rotated keys of 64, not {sizes[0]} and {sizes[1]}"
     if geometry.get("batch_invariant"):
         return "cuts sequences by the batch"
-    if geometry.get("cache_bytes", 2) != 2:
-        return "takes caches of 16-bit numbers"
+    if geometry.get("cache_bytes") == 1 and (geometry.get("heads", 0) > 16 or target.dtype != torch.bfloat16):
+        return "takes a cache of E4M3 with up to 16 heads in bfloat16"
     if geometry.get("heads", 0) > 128:
         return f"takes up to 128 heads, not {geometry['heads']}"
     return on_cute(target)

@@ -21,22 +21,28 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batc
     workspace = cache(Workspace)  # one for all layers of the step
 
     def attend(q: Tensor, cache_rows: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
-        if cache_scale is not None:
-            raise ValueError("mla_attention by cute takes caches of 16-bit numbers")
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache_rows.shape[1] - kv_lora_rank))
         out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
         if len(q) == 0:
             return out
         q = q if q.stride(2) == 1 else q.contiguous()
-        space = workspace(choose_rows(q.shape[1]), q.device)
-        attend_absorbed(step, q, cache_rows, kv_b, scale, out, workspace=space)
+        space = workspace(choose_rows(q.shape[1], narrow=cache_scale is not None), q.device)
+        attend_absorbed(step, q, cache_rows, kv_b, scale, out, cache_scale, workspace=space)
         return out
 
     return attend
 
 
 def attend_absorbed(
-    step: PagedStep, q: Tensor, cache_rows: Tensor, kv_b: Tensor, scale: float, out: Tensor, *, workspace: Workspace
+    step: PagedStep,
+    q: Tensor,
+    cache_rows: Tensor,
+    kv_b: Tensor,
+    scale: float,
+    out: Tensor,
+    cache_scale: Tensor | None,
+    *,
+    workspace: Workspace,
 ) -> None:
     """Fills `out` for a step in which each sequence has one query.
 
@@ -54,5 +60,6 @@ def attend_absorbed(
         scale=scale,
         workspace=workspace,
         out=latents,
+        cache_scale=cache_scale,
     )
     apply_values(latents, kv_b, out)

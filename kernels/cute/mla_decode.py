@@ -28,9 +28,10 @@ ROW_COUNTS = (8, 16, 32, mla_many_rows.NUM_ROWS)
 MAX_HEADS = 128
 
 
-def choose_rows(rows: int) -> int:
-    """The padded query rows of a CTA for so many rows a sequence."""
-    return next((count for count in ROW_COUNTS if rows <= count), ROW_COUNTS[-1])
+def choose_rows(rows: int, *, narrow: bool = False) -> int:
+    """The padded query rows of a CTA for so many rows a sequence; of a cache of E4M3 at most 16."""
+    counts = ROW_COUNTS[:2] if narrow else ROW_COUNTS
+    return next((count for count in counts if rows <= count), counts[-1])
 
 
 class Workspace:
@@ -71,12 +72,16 @@ def mla_decode(
     layers: int = 1,
     layer: int = 0,
     num_workers: int | None = None,
+    cache_scale: Tensor | None = None,
 ) -> Tensor:
     """Fills `out` with the attended latents; the base-2 logarithm of each row's sum of exponentials.
 
     The `query_len` last tokens of each sequence are the queries: token t of them sees kv_len - query_len + 1 + t keys.
     Products of two 16-bit numbers are summed in float32, weights are rounded to the dtype of the cache. A row that sees
     no key gives 0 and -inf. What lies beyond kv_len never shows.
+
+    With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16, to which E4M3 widens
+    exactly, and all else is as above. The byte of NaN reads as 480.
 
     The table holds logical page ids p; of a pool that keeps all layers of a page side by side, a layer's page is in
     slot p * layers + layer. `lse` is written if given. `num_workers` bounds the CTAs of a row tile, thereby the parts
@@ -87,6 +92,8 @@ def mla_decode(
     Stream: the current one; the host waits for nothing, and a CUDA graph may hold it.
     Errors: ValueError for shapes, dtypes, page sizes or numbers of workers that no variant takes.
     """
+    if (cache_scale is None) is (cache_rows.dtype == torch.float8_e4m3fn):
+        raise ValueError("mla_decode: a cache of E4M3 needs its scale, another one has none")
     call = _prepare(
         q.shape,
         q.dtype,
@@ -101,6 +108,8 @@ def mla_decode(
         num_workers,
         workspace.num_ctas,
     )
+    if cache_scale is not None:
+        cache_rows = cache_rows.view(torch.bfloat16)  # words of two
     if lse is None:
         lse = torch.empty(call.num_rows, dtype=torch.float32, device=q.device)
     if call.num_rows:
@@ -117,6 +126,7 @@ def mla_decode(
             call.num_workers,
             layers,
             layer,
+            0 if cache_scale is None else cache_scale.data_ptr(),
         )
     return lse
 
@@ -145,10 +155,12 @@ def _prepare(
 ) -> _Call:
     """What calls of equal shapes have in common. The launch itself checks that tensors are contiguous."""
     num_tokens, heads, width = q_shape
+    narrow = cache_dtype == torch.float8_e4m3fn
     fits = (
         page_size in PAGE_SIZES
         and width == cache_width == WIDTH
-        and dtype == cache_dtype == out_dtype
+        and dtype == out_dtype
+        and (dtype == torch.bfloat16 if narrow else dtype == cache_dtype)
         and dtype in DTYPES
         and 0 < heads <= MAX_HEADS
         and num_tokens == num_seqs * query_len
@@ -159,14 +171,14 @@ def _prepare(
             f"mla_decode: q {dtype} {list(q_shape)}, cache {cache_dtype} of width {cache_width}, out {out_dtype}"
             f" {list(out_shape)}, {num_seqs} sequences of {query_len} queries or pages of {page_size} don't fit"
         )
-    rows = choose_rows(query_len * heads)
+    rows = choose_rows(query_len * heads, narrow=narrow)
     row_tiles = -(-query_len * heads // rows)
     most = num_ctas // row_tiles
     if num_workers is not None and not 1 <= num_workers <= most:
         raise ValueError(f"mla_decode: num_workers is {num_workers}, this device has room for 1 to {most}")
     pair = rows == mla_many_rows.NUM_ROWS and row_tiles % 2 == 0
     return _Call(
-        run=compiled(Variant(rows=rows, page_size=page_size, dtype=dtype, pair=pair)),
+        run=compiled(Variant(rows=rows, page_size=page_size, dtype=dtype, pair=pair, narrow=narrow)),
         num_rows=num_tokens * heads,
         scale=scale * math.log2(math.e),
         num_workers=num_workers or most,
@@ -189,7 +201,12 @@ def _compile(variant: Variant, options: str = "") -> Any:
     return cute.compile(
         Launch(variant),
         make_fake_compact_tensor(dtype, (tokens, heads, WIDTH), **by_row),
-        make_fake_tensor(dtype, (cute.sym_int(), WIDTH), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
+        make_fake_tensor(
+            dtype,
+            (cute.sym_int(), WIDTH // 2 if variant.narrow else WIDTH),
+            (cute.sym_int64(divisibility=8), 1),
+            assumed_align=16,
+        ),
         make_fake_tensor(Int32, (num_seqs, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4),
         make_fake_compact_tensor(Int32, (num_seqs,), assumed_align=4),
         make_fake_compact_tensor(dtype, (tokens, heads, LATENT), **by_row),
@@ -200,6 +217,7 @@ def _compile(variant: Variant, options: str = "") -> Any:
         Int32(1),
         Int32(1),
         Int32(0),
+        Int64(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )

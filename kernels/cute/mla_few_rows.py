@@ -193,7 +193,7 @@ def attend_few_rows(
                 of_group = stats[g, 0, column] + stats[g, 1, column] + stats[g, 2, column] + stats[g, 3, column]
                 summed += of_group * exp2(stats[g, 4, column] - reference)
             inverse, score = normalise(summed, both)
-            factor[c] = exp2(maximum[c] - reference) * inverse
+            factor[c] = exp2(maximum[c] - reference) * inverse * task.value_scale
             if thread_of_cta < 132 and group == 0 and first_row + column < task.rows:
                 if whole:
                     task.lse[seq * task.rows + first_row + column] = score

@@ -18,6 +18,7 @@ from dist_infer.kernels.cute import mla_few_rows, mla_many_rows
 from dist_infer.kernels.cute.mla_load import load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
 from dist_infer.kernels.cute.mla_merge import DUTY, SCRATCH, keep_count, parts_in
+from dist_infer.kernels.cute.mla_narrow import NUM_THREADS, SLOT_WORDS, widen_tiles
 from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task, fetch_table, plan_work
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
@@ -27,12 +28,16 @@ _MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_ti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What is compiled apart. `rows` are the query rows of a CTA, padded; in pairs, two CTAs load for each other."""
+    """What is compiled apart. `rows` are the query rows of a CTA, padded; in pairs, two CTAs load for each other.
+
+    A narrow one reads a cache of E4M3, as 16-bit words of two.
+    """
 
     rows: int
     page_size: int
     dtype: torch.dtype
     pair: bool = False
+    narrow: bool = False
 
     @property
     def many(self) -> bool:
@@ -44,7 +49,14 @@ class Variant:
         """Of three blocks, as many as shared memory holds beside the queries; of 64 rows, blocks of two stages."""
         if self.many:
             return mla_many_rows.NUM_STAGES * NUM_BLOCKS
+        if self.narrow:
+            return 5 if self.rows == 8 else 4
         return 8 if self.rows <= 16 else 7
+
+    @property
+    def key_slots(self) -> int:
+        """Of the ring that the consumers read: the same, but where it is filled from a narrow one."""
+        return 2 * mla_few_rows.SLOTS_OF_TILE if self.narrow else self.num_slots
 
     @property
     def box(self) -> int:
@@ -54,7 +66,7 @@ class Variant:
     @property
     def box_blocks(self) -> int:
         """Blocks that one TMA load takes: a slot's where its tokens follow each other, else one."""
-        return 1 if self.many or self.box < TILE else mla_few_rows.SLOT_BLOCKS
+        return 1 if self.many or self.narrow or self.box < TILE else mla_few_rows.SLOT_BLOCKS
 
 
 class Launch:
@@ -79,6 +91,7 @@ class Launch:
         num_workers: Int32,
         layers: Int32,
         layer: Int32,
+        cache_scale: Int64,
         stream: driver.CUstream,
     ) -> None:
         v = self.variant
@@ -89,8 +102,8 @@ class Launch:
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.dtype)
         slot_blocks = 1 if v.many else mla_few_rows.SLOT_BLOCKS
-        num_blocks = slot_blocks * slots
-        keys_layout = cute.tile_to_shape(k_atom, (TILE, BLOCK * slot_blocks, slots), order=(0, 1, 2))
+        num_blocks = slot_blocks * v.key_slots
+        keys_layout = cute.tile_to_shape(k_atom, (TILE, BLOCK * slot_blocks, v.key_slots), order=(0, 1, 2))
         values_layout = cute.tile_to_shape(mn_atom, (BLOCK, TILE, num_blocks), order=(1, 0, 2))
         boxes = (v.box, BLOCK, v.box_blocks, TILE // v.box, num_blocks // v.box_blocks)
         boxes_layout = cute.tile_to_shape(k_atom, boxes, order=(0, 1, 2, 3, 4))
@@ -99,18 +112,28 @@ class Launch:
         probabilities_layout = cute.tile_to_shape(k_atom, (n, TILE, 2), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        k_tma, k_coords = cpasync.make_tiled_tma_atom(
-            load_both if v.pair else load,
-            _in_blocks(cache_rows),
-            cute.slice_(boxes_layout, (None, None, None, 0, 0)),
-            boxes[:3],
-        )
+        if cutlass.const_expr(v.narrow):
+            k_tma, k_coords = cpasync.make_tiled_tma_atom(
+                load,
+                _in_blocks(cache_rows, SLOT_WORDS),
+                cute.make_layout((v.box, SLOT_WORDS, 1), stride=(SLOT_WORDS, 1, 0)),
+                (v.box, SLOT_WORDS, 1),
+            )
+        else:
+            k_tma, k_coords = cpasync.make_tiled_tma_atom(
+                load_both if v.pair else load,
+                _in_blocks(cache_rows),
+                cute.slice_(boxes_layout, (None, None, None, 0, 0)),
+                boxes[:3],
+            )
         q_tma, q_coords = cpasync.make_tiled_tma_atom(load, _in_blocks(q), query_box_layout, (n, BLOCK, NUM_BLOCKS))
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, slots]
-            empty: cute.struct.MemRange[Int64, slots]
+            full: cute.struct.MemRange[Int64, v.key_slots]
+            empty: cute.struct.MemRange[Int64, v.key_slots]
+            narrow_full: cute.struct.MemRange[Int64, slots]
+            narrow_empty: cute.struct.MemRange[Int64, slots]
             q_full: cute.struct.MemRange[Int64, 1]
             q_empty: cute.struct.MemRange[Int64, 1]
             p_full: cute.struct.MemRange[Int64, 2]
@@ -123,6 +146,7 @@ class Launch:
             ]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(queries_layout)], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(keys_layout)], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, slots * TILE * SLOT_WORDS if v.narrow else 8], 128]
 
         self.storage = Storage
         row_tiles = (rows + n - 1) // n
@@ -148,9 +172,10 @@ class Launch:
             scale,
             layers,
             layer,
+            cache_scale,
         ).launch(
             grid=[num_workers * row_tiles, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[_THREADS + (NUM_THREADS if v.narrow else 0), 1, 1],
             cluster=[2, 1, 1] if v.pair else [1, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -181,6 +206,7 @@ class Launch:
         scale: Float32,
         layers: Int32,
         layer: Int32,
+        cache_scale: Int64,
     ) -> None:
         v = self.variant
         n = v.rows
@@ -192,9 +218,12 @@ class Launch:
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         p_full = storage.p_full.data_ptr()
+        narrow_full, narrow_empty = storage.narrow_full.data_ptr(), storage.narrow_empty.data_ptr()
         work = storage.work.get_tensor(cute.make_layout(8))
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
         boxes = cute.make_tensor(cute.recast_ptr(keys.iterator, boxes_layout.inner), boxes_layout.outer)
+        if cutlass.const_expr(v.narrow):
+            boxes = cute.make_tensor(storage.ring.data_ptr(), _ring_layout(v))
         queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
         query_box = cute.make_tensor(cute.recast_ptr(queries.iterator, query_box_layout.inner), query_box_layout.outer)
         probabilities = storage.probabilities.get_tensor(probabilities_layout.outer, swizzle=probabilities_layout.inner)
@@ -202,8 +231,11 @@ class Launch:
             cpasync.prefetch_descriptor(k_tma)
             cpasync.prefetch_descriptor(q_tma)
             with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(v.num_slots):
-                    cute.arch.mbarrier_init(full + slot, 1)
+                for slot in cutlass.range_constexpr(v.num_slots if v.narrow else 0):
+                    cute.arch.mbarrier_init(narrow_full + slot, 1)
+                    cute.arch.mbarrier_init(narrow_empty + slot, 4)
+                for slot in cutlass.range_constexpr(v.key_slots):
+                    cute.arch.mbarrier_init(full + slot, 4 if v.narrow else 1)
                     cute.arch.mbarrier_init(empty + slot, 8 if v.pair else 4)  # the warps of a warpgroup, or of two
                 for group in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(p_full + group, 4)
@@ -225,6 +257,11 @@ class Launch:
         cute.arch.sync_threads()
         first, end, seq, before, chunk, total = (cute.arch.make_warp_uniform(work[place]) for place in range(6))
         cute.arch.griddepcontrol_launch_dependents()
+        value_scale = Float32(1.0)
+        if cutlass.const_expr(v.narrow):
+            at = cute.make_ptr(Float32, cache_scale, cute.AddressSpace.gmem, assumed_align=4)
+            value_scale = cute.make_tensor(at, cute.make_layout(1))[0]
+            scale = scale * value_scale
         part_out, part_lse, arrivals = parts_in(workspace, n, num_ctas)
         task = Task(
             page_table=page_table,
@@ -239,6 +276,7 @@ class Launch:
             row_tile=row_tile,
             heads=heads,
             scale=scale,
+            value_scale=value_scale,
             layers=layers,
             layer=layer,
             worker=worker,
@@ -250,8 +288,24 @@ class Launch:
             total=total,
         )
         duty = storage.duty.get_tensor(cute.make_layout(DUTY))
+        if cutlass.const_expr(v.narrow):  # noqa: SIM102 - settled when it is compiled
+            if warp >= 12:
+                cute.arch.setmaxregister_decrease(72)
+                words = cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32)
+                units = cute.recast_ptr(storage.keys.data_ptr(), dtype=Int32)
+                widen_tiles(
+                    v.num_slots,
+                    v.key_slots,
+                    cute.make_tensor(words, cute.make_layout((TILE * SLOT_WORDS // 2, v.num_slots))),
+                    cute.make_tensor(units, cute.make_layout((4, cute.cosize(keys_layout) // 8))),
+                    narrow_full,
+                    narrow_empty,
+                    full,
+                    empty,
+                    task,
+                )
         if warp < 4:
-            cute.arch.setmaxregister_decrease(56)
+            cute.arch.setmaxregister_decrease(48 if v.narrow else 56)
             if warp == 0:
                 if cutlass.const_expr(v.many):
                     load_pairs(
@@ -277,19 +331,20 @@ class Launch:
                         q_coords,
                         boxes,
                         query_box,
-                        full,
-                        empty,
+                        narrow_full if v.narrow else full,
+                        narrow_empty if v.narrow else empty,
                         q_full,
                         q_empty,
                         v.page_size,
-                        mla_few_rows.SLOT_BLOCKS,
+                        1 if v.narrow else mla_few_rows.SLOT_BLOCKS,
+                        mla_few_rows.SLOTS_OF_TILE,
                         v.num_slots,
                         task,
                     )
             if warp == 1:
                 keep_count(task, duty)
-        else:
-            cute.arch.setmaxregister_increase(224)
+        if warp >= 4 and warp < 12:
+            cute.arch.setmaxregister_increase(192 if v.narrow else 224)
             queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
             scratch = cute.make_tensor(queries_memory, cute.make_layout(SCRATCH))
             if cutlass.const_expr(v.many):
@@ -311,7 +366,7 @@ class Launch:
             else:
                 mla_few_rows.attend_few_rows(
                     n,
-                    v.num_slots,
+                    v.key_slots,
                     keys,
                     cute.make_tensor(cute.recast_ptr(keys.iterator, values_layout.inner), values_layout.outer),
                     queries,
@@ -332,10 +387,17 @@ class Launch:
             cute.arch.cluster_wait()
 
 
+def _ring_layout(v: Variant):
+    """[token of a box, word, 1, box of a tile, slot]."""
+    shape = (v.box, SLOT_WORDS, 1, TILE // v.box, v.num_slots)
+    return cute.make_layout(shape, stride=(SLOT_WORDS, 1, 0, v.box * SLOT_WORDS, TILE * SLOT_WORDS))
+
+
 @cute.jit
-def _in_blocks(rows: cute.Tensor) -> cute.Tensor:
+def _in_blocks(rows: cute.Tensor, block: cutlass.Constexpr = BLOCK) -> cute.Tensor:
     """[row, column] as [row, column of a block, block]."""
-    layout = cute.make_layout((rows.shape[0], BLOCK, NUM_BLOCKS), stride=(rows.stride[0], 1, BLOCK))
+    count = cutlass.const_expr(rows.shape[1] // block)
+    layout = cute.make_layout((rows.shape[0], block, count), stride=(rows.stride[0], 1, block))
     return cute.make_tensor(rows.iterator, layout)
 
 

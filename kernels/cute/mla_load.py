@@ -22,6 +22,7 @@ def load_tiles(
     q_empty: cute.Pointer,
     page_size: cutlass.Constexpr,
     slot_blocks: cutlass.Constexpr,
+    slots_of_tile: cutlass.Constexpr,
     num_slots: cutlass.Constexpr,
     task: Task,
 ) -> None:
@@ -31,7 +32,8 @@ def load_tiles(
     num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
     box_blocks = cutlass.const_expr(cute.size(boxes, mode=[2]))
-    cache_boxes = cute.local_tile(k_coords, (box, BLOCK, box_blocks), (None, 0, None))
+    columns = cutlass.const_expr(cute.size(boxes, mode=[1]))
+    cache_boxes = cute.local_tile(k_coords, (box, columns, box_blocks), (None, 0, None))
     k_to, k_from = cpasync.tma_partition(
         k_tma, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(cache_boxes, 0, 3)
     )
@@ -66,10 +68,10 @@ def load_tiles(
                     later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
                 places[segment] = cute.arch.shuffle_sync(known, box_idx - base)
                 box_idx += 1
-            for part in cutlass.range_constexpr(NUM_BLOCKS // slot_blocks):
+            for part in cutlass.range_constexpr(slots_of_tile):
                 cute.arch.mbarrier_wait(empty + slot, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot, slot_blocks * TILE * BLOCK * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot, slot_blocks * TILE * columns * 2)
                 for idx in cutlass.range_constexpr(slot_blocks // box_blocks):
                     for segment in cutlass.range_constexpr(boxes_of_tile):
                         cute.copy(

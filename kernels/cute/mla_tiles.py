@@ -40,6 +40,7 @@ class Task:
     row_tile: Int32
     heads: Int32
     scale: Float32
+    value_scale: Float32  # of a cache of E4M3, which `scale` has in it too; else 1
     layers: Int32
     layer: Int32
     worker: Int32

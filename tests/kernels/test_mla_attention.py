@@ -240,6 +240,28 @@ def test_histories(history: int, new: int, dtype: torch.dtype, heads: int) -> No
     check_error(attend(case, named(LIBRARIES, "triton")), dense(case, torch.float64), dense(case, dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "narrow"), [(16, False), (128, False), (6, True), (16, True)])
+def test_decodes_by_cute(heads: int, narrow: bool) -> None:
+    lens = [(1, 300), (1, 0), (1, 5000), (1, 64), (1, 65)]
+    geometry = Geometry(heads=heads, plain=128, rotated=64, value=128, latent=512, block_size=64)
+    case = make_case(lens, torch.bfloat16, "cuda", geometry)
+    case.q *= 0.2
+    case = narrowed(case, 0.5) if narrow else case
+    check_error(attend(case, named(LIBRARIES, "cute")), dense(case, torch.float64), dense(case, torch.bfloat16))
+
+
+def test_what_cute_takes_of_a_narrow_cache() -> None:
+    def reason(heads: int, dtype: torch.dtype) -> str | None:
+        geometry = {"kv_lora_rank": 512, "rope_dim": 64, "heads": heads, "cache_bytes": 1}
+        target = Target(device=torch.device("cpu"), dtype=dtype, geometry=geometry)
+        return named(LIBRARIES, "cute").is_available(target)
+
+    assert reason(16, torch.bfloat16) == "needs a GPU, not cpu"
+    told = "takes a cache of E4M3 with up to 16 heads in bfloat16"
+    assert reason(17, torch.bfloat16) == reason(16, torch.float16) == told
+
+
 @library_runs(LIBRARIES, names=["triton"])
 def test_parts_of_sequences_and_heads_change_nothing(
     library: Library[PlanFunction], device: str, monkeypatch: pytest.MonkeyPatch
