@@ -96,7 +96,7 @@ def plan_mla_attention(
 
     With a `cache_scale` the cache is E4M3 and its values are e4m3 * cache_scale. All products are those of a cache in
     the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
-    e4m3 * cache_scale to the dtype of q.
+    e4m3 * cache_scale to the dtype of q, and may read the byte of NaN as 480.
 
     With `batch_invariant` the bits of a sequence's result don't depend on the other sequences of its step.
 
