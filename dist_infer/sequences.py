@@ -150,7 +150,10 @@ class Rows:
         self._block_size = config.block_size
         self._free = list(range(config.max_num_seqs))  # a heap: the smallest row first
         self._pages = np.full((config.max_num_seqs, max_pages), _NO_PAGE, np.int32)
-        self._new_pages: list[tuple[int, int, list[int]]] = []  # row, first column, pages: since the last batch
+        # Pages that rows have got since the last batch.
+        self._new_rows: list[int] = []
+        self._new_columns: list[int] = []
+        self._new_ids: list[int] = []
         self._temperature = np.zeros(config.max_num_seqs, np.float64)
         self._top_k = np.zeros(config.max_num_seqs, np.int32)
         self._top_p = np.ones(config.max_num_seqs, np.float64)
@@ -178,13 +181,16 @@ class Rows:
     def give_back(self, row: int, num_pages: int) -> None:
         """The row of a sequence that has left; its first `num_pages` pages were set."""
         self._pages[row, :num_pages] = _NO_PAGE
-        self._new_pages = [new for new in self._new_pages if new[0] != row]
+        if row in self._new_rows:
+            self._forget_new(row)
         heappush(self._free, row)
 
     def set_pages(self, row: int, first: int, blocks: list[int]) -> None:
         """More blocks for a sequence, from its page `first` on."""
         self._pages[row, first : first + len(blocks)] = blocks
-        self._new_pages.append((row, first, blocks))
+        self._new_rows += [row] * len(blocks)
+        self._new_columns += range(first, first + len(blocks))
+        self._new_ids += blocks
 
     def fill(self, plan: Plan) -> Batch:
         """The batch of a plan, before the plan's sequences are advanced."""
@@ -226,15 +232,20 @@ class Rows:
         )
 
     def _take_changes(self, num_pages: int) -> PageChanges:
-        new, self._new_pages = self._new_pages, []
-        lens = [len(blocks) for _, _, blocks in new]
-        columns = [column for _, first, blocks in new for column in range(first, first + len(blocks))]
-        return PageChanges(
-            rows=np.repeat(np.array([row for row, _, _ in new], np.int32), lens),
-            columns=np.array(columns, np.int32),
-            page_ids=np.array([block for _, _, blocks in new for block in blocks], np.int32),
+        changes = PageChanges(
+            rows=np.array(self._new_rows, np.int32),
+            columns=np.array(self._new_columns, np.int32),
+            page_ids=np.array(self._new_ids, np.int32),
             num_pages=num_pages,
         )
+        self._new_rows, self._new_columns, self._new_ids = [], [], []
+        return changes
+
+    def _forget_new(self, row: int) -> None:
+        kept = [idx for idx, other in enumerate(self._new_rows) if other != row]
+        self._new_rows = [self._new_rows[idx] for idx in kept]
+        self._new_columns = [self._new_columns[idx] for idx in kept]
+        self._new_ids = [self._new_ids[idx] for idx in kept]
 
     def _kind_of(
         self, plan: Plan, rows: Int32Array, starts: Int64Array, ends: Int64Array, targets: Int64Array
