@@ -1,8 +1,7 @@
 """The producer warp of a latent decode of 64 rows: queries, and pairs of tiles into two stages, by TMA.
 
 Groups of blocks are loaded in the order in which they become free (see mla_many_rows). In a pair of CTAs each loads
-every other block into both. The next tiles of a pair are brought into the L2 cache, since a stage is loaded just in
-time; those of all single CTAs together are too many for it.
+every other block into both.
 """
 
 import cutlass
@@ -13,7 +12,6 @@ from cutlass.cute.nvgpu import cpasync
 from dist_infer.kernels.cute.mla_many_rows import NUM_ROWS, block_order, group_of
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
 
-_AHEAD = {True: 2, False: 0}  # tiles, for a pair of CTAs or not
 _BOTH = Int16(3)
 
 
@@ -73,11 +71,6 @@ def load_pairs(
             if tile + 1 < stop:  # in the same 32 boxes, an even number of tiles
                 _load_stage(pair, 1, k_tma, k_to, k_from, full, empty, phase1, known, box_idx + boxes_of_tile, task)
                 phase1 ^= 1
-            if cutlass.const_expr(_AHEAD[pair] > 0):
-                for turn in cutlass.range_constexpr(2):
-                    if tile + _AHEAD[pair] + turn < stop:
-                        place = box_idx + (_AHEAD[pair] + turn) * boxes_of_tile
-                        _fetch_tile(pair, turn, boxes_of_tile, k_tma, k_from, known, later, place, task)
             tile += 2
         first = before + stop
         before += tiles
@@ -126,31 +119,3 @@ def _load_stage(
                     k_to[(None, segment, slot)],
                     tma_bar_ptr=full + slot,
                 )
-
-
-@cute.jit
-def _fetch_tile(
-    pair: cutlass.Constexpr,
-    stage: cutlass.Constexpr,
-    boxes_of_tile: cutlass.Constexpr,
-    k_tma: cute.CopyAtom,
-    k_from: cute.Tensor,
-    known: Int32,
-    later: Int32,
-    box_idx: Int32,
-    task: Task,
-) -> None:
-    """A tile on its way into the L2 cache: of each CTA of a pair the blocks that it loads, else the first CTA's."""
-    for segment in cutlass.range_constexpr(boxes_of_tile):
-        idx = box_idx + segment
-        near = cute.arch.shuffle_sync(known, idx % 32)
-        place = cute.arch.shuffle_sync(later, idx % 32)
-        if idx < 32:
-            place = near
-        for block in cutlass.range_constexpr(NUM_BLOCKS):
-            if cutlass.const_expr(pair):
-                if task.row_tile % 2 == (block + stage) % 2:
-                    cute.prefetch(k_tma, k_from[(None, place, block)])
-            else:
-                if task.row_tile == 0:
-                    cute.prefetch(k_tma, k_from[(None, place, block)])
