@@ -154,8 +154,8 @@ def test_alone_and_in_a_batch_the_bits_are_the_same(
     library: Library[PlanFunction], device: str, dtype: torch.dtype, window: int | None
 ) -> None:
     """Of sequences of one split, of several, and of several queries; a GPU has more of them."""
-    lens = [(1, 700), (1, 65), (3, 70), (1, 0)]
-    lens = [*lens, *([(1, 1100), (5, 5), *((1, 20000 + idx) for idx in range(40))] if device == "cuda" else [])]
+    lens = [(1, 700), (1, 65), (3, 70), (1, 0), (5, 5), (1, 513)]
+    lens = [*lens, *([(1, 1100), *((1, 20000 + idx) for idx in range(40))] if device == "cuda" else [])]
     case = make_case(lens, heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=dtype, device=device)
 
     def attend_invariantly(step: PagedStep, q: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ def test_alone_and_in_a_batch_the_bits_are_the_same(
         return planned(q, case.k_cache, case.v_cache)
 
     out = attend_invariantly(case.step, case.q)
-    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window))
-    for seq in range(min(6, len(lens))):
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=4.0)  # of few rows
+    for seq in range(6):
         rows, alone = take_sequences(case.step, [seq])
         own = slice(*case.step.host_query_start[seq : seq + 2].tolist())
         assert torch.equal(attend_invariantly(alone, case.q.index_select(0, rows)), out[own]), lens[seq]
