@@ -110,7 +110,8 @@ class Host:
 
     def __init__(self, num_seqs: int) -> None:
         max_len = PROMPT_LEN + BLOCK_SIZE + NUM_STEPS + 8
-        num_blocks = num_seqs * (-(-max_len // BLOCK_SIZE) + 1)
+        num_pages = -(-max_len // BLOCK_SIZE)
+        num_blocks = num_seqs * (num_pages + 1)
         self._config = SchedulerConfig(
             max_model_len=max_len,
             max_num_seqs=num_seqs,
@@ -133,7 +134,7 @@ class Host:
         self._control = LocalControl(Alarm())
         self._agreement = Agreement(mesh, self._control, 0)
         cache = KVCache(MODEL, HeadShard(range(1), range(1)), 1, BLOCK_SIZE, torch.float32, CPU)
-        runner = Runner(None, cache, max_num_seqs=num_seqs, device=CPU, max_pages=num_blocks)  # type: ignore[arg-type]
+        runner = Runner(None, cache, max_num_seqs=num_seqs, device=CPU, max_pages=num_pages)  # type: ignore[arg-type]
         self._runner = StepRunner(runner, Sampler(SingleCollectives(), range(VOCAB_SIZE), VOCAB_SIZE))
         self._step = 0
         self.clock = Clock()
