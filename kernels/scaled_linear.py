@@ -10,10 +10,13 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.packed_weight import PackedWeight, pack_weight
 from dist_infer.kernels.reference.scaled_linear import scaled_linear as reference_scaled_linear
 from dist_infer.kernels.reference.scaled_linear import scaled_mm
 
-ScaledLinearFunction: TypeAlias = Callable[[Tensor | Fp8Tensor, QuantizedTensor, Tensor | None, torch.dtype], Tensor]
+ScaledLinearFunction: TypeAlias = Callable[
+    [Tensor | Fp8Tensor, QuantizedTensor | PackedWeight, Tensor | None, torch.dtype], Tensor
+]
 
 
 class WeightFormat(Enum):
@@ -41,30 +44,43 @@ def _on_bf16_triton(target: Target) -> str | None:
     return on_triton(target)
 
 
+def _on_hopper_triton(target: Target) -> str | None:
+    reason = _on_bf16_triton(target)
+    if reason is None and torch.cuda.get_device_capability(target.device) < (9, 0):
+        reason = "needs instructions of compute capability 9.0"
+    return reason
+
+
 _REFERENCE: Library[ScaledLinearFunction] = Library(name="torch", function=reference_scaled_linear, graph_safe=True)
-
-
-def _triton(name: str) -> Library[ScaledLinearFunction]:
-    function = deferred("dist_infer.kernels.triton.scaled_linear", name)
-    return Library(name="triton", function=function, is_available=_on_bf16_triton, graph_safe=True)
-
-
+_PACKED: Library[ScaledLinearFunction] = Library(
+    name="triton",
+    function=deferred("dist_infer.kernels.triton.packed_linear", "packed_linear"),
+    is_available=_on_hopper_triton,
+    graph_safe=True,
+    prepare=pack_weight,
+)
+_BLOCKS: Library[ScaledLinearFunction] = Library(
+    name="triton",
+    function=deferred("dist_infer.kernels.triton.scaled_linear", "block_linear"),
+    is_available=_on_bf16_triton,
+    graph_safe=True,
+)
 LIBRARIES: Mapping[WeightFormat, tuple[Library[ScaledLinearFunction], ...]] = MappingProxyType(
     {
         WeightFormat.FP8: (
             Library(name="scaled_mm", function=scaled_mm, is_available=_on_scaled_mm, graph_safe=True),
             _REFERENCE,
         ),
-        WeightFormat.FP8_BLOCK: (_triton("block_linear"), _REFERENCE),
-        WeightFormat.MXFP8: (_triton("dequantized_linear"), _REFERENCE),
-        WeightFormat.NVFP4: (_triton("dequantized_linear"), _REFERENCE),
+        WeightFormat.FP8_BLOCK: (_BLOCKS, _REFERENCE),
+        WeightFormat.MXFP8: (_PACKED, _REFERENCE),
+        WeightFormat.NVFP4: (_PACKED, _REFERENCE),
     }
 )
 
 
 def scaled_linear(
     x: Tensor | Fp8Tensor,
-    weight: QuantizedTensor,
+    weight: QuantizedTensor | PackedWeight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
@@ -77,6 +93,8 @@ def scaled_linear(
     - MXFP8 and NVFP4 weight, x of `out_dtype`: its dequantised values, which bfloat16 holds exactly; a global scale
       divides the sum.
 
+    A library with `prepare` takes weights that went through it, and no others.
+
     Shapes: x [T, K], weight [N, K], bias [N] of `out_dtype` -> [T, N], contiguous.
     Errors: ValueError for shapes, dtypes and scales that don't fit.
     """
@@ -88,7 +106,7 @@ def scaled_linear(
     return library.function(x, weight, bias, out_dtype)
 
 
-def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor, out_dtype: torch.dtype) -> None:
+def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor | PackedWeight, out_dtype: torch.dtype) -> None:
     """Errors: ValueError when this input can't be multiplied by this weight."""
     if len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"scaled_linear: x {list(x.shape)} does not fit weight {list(weight.shape)}")
@@ -107,5 +125,5 @@ def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor, out_dtype: to
     if isinstance(x, Fp8Tensor) or x.dtype != out_dtype:
         given = "FP8" if isinstance(x, Fp8Tensor) else str(x.dtype)
         raise ValueError(f"scaled_linear: {type(weight).__name__} as weight takes an x of {out_dtype}, not {given}")
-    if weight.layout is not ScaleLayout.LINEAR:
+    if not isinstance(weight, PackedWeight) and weight.layout is not ScaleLayout.LINEAR:
         raise ValueError(f"scaled_linear: the scales of a weight are linear, not {weight.layout.value}")

@@ -11,6 +11,7 @@ from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import scaled_linear as op
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.dispatch import Library
+from dist_infer.kernels.packed_weight import PackedWeight
 from dist_infer.kernels.quantize import QuantFormat, QuantizeFunction
 from dist_infer.kernels.scaled_linear import ScaledLinearFunction, WeightFormat
 from dist_infer.layers.setup import LayerSetup
@@ -58,13 +59,14 @@ class Quantizer:
         narrow = weight if weight.dtype in quantize_op.INPUT_DTYPES else weight.float()
         out = empty_weight(narrow, self.weight_format)
         self.quantize.function(narrow, out)
-        return QuantizedWeight(self, out)
+        prepare = self.multiply.prepare
+        return QuantizedWeight(self, out if prepare is None else prepare(out))
 
 
 class QuantizedWeight:
     """A quantised weight. With FP8 the inputs are quantised too, each token by itself, if they haven't been yet."""
 
-    def __init__(self, quantizer: Quantizer, weight: QuantizedTensor) -> None:
+    def __init__(self, quantizer: Quantizer, weight: QuantizedTensor | PackedWeight) -> None:
         self.weight = weight
         self._quantizer = quantizer
 

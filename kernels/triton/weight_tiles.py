@@ -23,7 +23,7 @@ _E4M3_FIELDS = tl.constexpr(2.0**120)  # an E4M3 value by what its fields are in
 # A word of eight E2M1 codes to four pairs, codes j and j + 4 in pair j, each times its half of $5. A sign belongs in
 # bit 15 of its half, the three bits of the size in bits 8 to 6: the products by 2^12 + 2^6 and by 2^8 + 2^2 put each
 # where it belongs, and the code's other bits where the mask takes them away.
-_PAIRS_OF_E2M1 = tl.constexpr(
+PAIRS_OF_E2M1 = tl.constexpr(
     """{ .reg .b32 a, v;
     and.b32 a, $4, 0x000F000F;
     mul.lo.u32 a, a, 4160;
@@ -45,7 +45,7 @@ _PAIRS_OF_E2M1 = tl.constexpr(
 )
 # A word of four E4M3 codes to two pairs, codes j and j + 2 in pair j, each times 2^120 and its half of $3: the two
 # together would not always fit.
-_PAIRS_OF_E4M3 = tl.constexpr(
+PAIRS_OF_E4M3 = tl.constexpr(
     """{ .reg .b32 a, b, c;
     mov.b32 c, 0x7B807B80;
     shl.b32 b, $2, 8;
@@ -82,14 +82,21 @@ def _interpreted(codes, scale, SHIFT: tl.constexpr, SIZE_BITS: tl.constexpr, TO:
 
 
 @triton.jit
-def nvfp4_tile(halves, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """UNIT times the values of codes in fours [ROWS, COLUMNS / 4] int16 with E4M3 scale bytes [ROWS, COLUMNS / 16].
+def nvfp4_factors(scale_bytes):
+    """What `e2m1_pairs` multiplies by: E4M3 scales times 2^126 UNIT."""
+    return (scale_bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _NVFP4_SCALE).to(tl.bfloat16)
 
-    The global scale isn't in them.
-    """
-    scale = (scale_bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _NVFP4_SCALE).to(tl.bfloat16)
-    scale = tl.broadcast_to(scale[:, :, None], (ROWS, COLUMNS // 16, 4))
-    scale = tl.reshape(scale, (ROWS, COLUMNS // 4))
+
+@triton.jit
+def ue8m0_factors(scale_bytes):
+    """Scales of MXFP8 as bfloat16."""
+    byte = scale_bytes.to(tl.int16)
+    return tl.where(byte == 0, 0x40, byte << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def e2m1_pairs(halves, scale):
+    """The four codes of each int16, times its factor; neighbours of one result are a register."""
     if _INTERPRETED:
         p0 = _interpreted(halves, scale, 0, 3, 22, 1.0)
         p1 = _interpreted(halves, scale, 4, 3, 22, 1.0)
@@ -97,37 +104,49 @@ def nvfp4_tile(halves, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         p3 = _interpreted(halves, scale, 12, 3, 22, 1.0)
     else:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _PAIRS_OF_E2M1,
+            PAIRS_OF_E2M1,
             "=r,=r,=r,=r,r,r",
             [halves, scale],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
-    codes = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    return in_order(tl.reshape(codes, (ROWS, COLUMNS)), ROWS, COLUMNS, "nvfp4")
+    return p0, p1, p2, p3
 
 
 @triton.jit
-def mxfp8_tile(halves, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The values of codes in twos [ROWS, COLUMNS / 2] int16 with UE8M0 scale bytes [ROWS, COLUMNS / 32].
-
-    They are numbers: the code of NaN is taken for 480.
-    """
-    byte = scale_bytes.to(tl.int16)
-    scale = tl.where(byte == 0, 0x40, byte << 7).to(tl.bfloat16, bitcast=True)
-    scale = tl.broadcast_to(scale[:, :, None], (ROWS, COLUMNS // 32, 16))
-    scale = tl.reshape(scale, (ROWS, COLUMNS // 2))
+def e4m3_pairs(halves, scale):
+    """The two codes of each int16, times its factor. They are numbers: the code of NaN is taken for 480."""
     if _INTERPRETED:
         p0 = _interpreted(halves, scale, 0, 7, 20, _E4M3_FIELDS)
         p1 = _interpreted(halves, scale, 8, 7, 20, _E4M3_FIELDS)
     else:
         p0, p1 = tl.inline_asm_elementwise(
-            _PAIRS_OF_E4M3,
+            PAIRS_OF_E4M3,
             "=r,=r,r,r",
             [halves, scale],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
+    return p0, p1
+
+
+@triton.jit
+def nvfp4_tile(halves, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """UNIT times the values of codes in fours [ROWS, COLUMNS / 4] int16 with E4M3 scale bytes [ROWS, COLUMNS / 16].
+
+    The global scale isn't in them.
+    """
+    scale = tl.broadcast_to(nvfp4_factors(scale_bytes)[:, :, None], (ROWS, COLUMNS // 16, 4))
+    p0, p1, p2, p3 = e2m1_pairs(halves, tl.reshape(scale, (ROWS, COLUMNS // 4)))
+    codes = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+    return in_order(tl.reshape(codes, (ROWS, COLUMNS)), ROWS, COLUMNS, "nvfp4")
+
+
+@triton.jit
+def mxfp8_tile(halves, scale_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The values of codes in twos [ROWS, COLUMNS / 2] int16 with UE8M0 scale bytes [ROWS, COLUMNS / 32]."""
+    scale = tl.broadcast_to(ue8m0_factors(scale_bytes)[:, :, None], (ROWS, COLUMNS // 32, 16))
+    p0, p1 = e4m3_pairs(halves, tl.reshape(scale, (ROWS, COLUMNS // 2)))
     return in_order(tl.reshape(tl.join(p0, p1), (ROWS, COLUMNS)), ROWS, COLUMNS, "mxfp8")

@@ -8,17 +8,21 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.dispatch import Library, Target
+from dist_infer.kernels.packed_weight import pack_weight
 from dist_infer.kernels.quantize import dequantize
 from dist_infer.kernels.reference.quantize import quantize as reference_quantize
 from dist_infer.kernels.scaled_linear import LIBRARIES, ScaledLinearFunction, WeightFormat, scaled_linear
+from dist_infer.kernels.triton import packed_blocks, packed_linear, packed_many
 from dist_infer.kernels.triton import scaled_linear as triton_scaled_linear
 from tests.devices import DEVICES
+from tests.kernels import packed_assembly
 from tests.kernels.aot import compile_ahead
 from tests.kernels.library_cases import library_devices
 from tests.kernels.triton_interpreter import TRITON_DEVICES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, of unused lanes
 
+packed_assembly.install()
 BF16 = torch.bfloat16
 NARROW = [WeightFormat.MXFP8, WeightFormat.NVFP4]
 
@@ -58,6 +62,13 @@ def operands(
     return narrow, weight
 
 
+def multiplied(
+    x: Tensor | Fp8Tensor, weight: QuantizedTensor, bias: Tensor | None, library: Library[ScaledLinearFunction]
+) -> Tensor:
+    prepared = weight if library.prepare is None else library.prepare(weight)
+    return scaled_linear(x, prepared, bias, out_dtype=BF16, library=library)
+
+
 def truth(x: Tensor | Fp8Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     product = values_of(x) @ dequantize(weight, torch.float32).double().t()
     return product if bias is None else product + bias.double()
@@ -94,12 +105,14 @@ EVERY_CASE = pytest.mark.parametrize(
 @EVERY_CASE
 def test_against_float64(weight_format: WeightFormat, library: Library[ScaledLinearFunction], device: str) -> None:
     sizes = [(0, 64, 128), (1, 64, 256), (17, 80, 384), (33, 144, 128)]
+    if weight_format in NARROW:
+        sizes.append((5, 40, 160))
     if device == "cuda":
-        sizes += [(tokens, 1536, 2048) for tokens in (1, 8, 63, 64, 65, 200)] + [(5, 7168, 4096), (129, 576, 7168)]
+        sizes += [(tokens, 1536, 2048) for tokens in (8, 64, 65, 200)] + [(2, 256, 18432)]
     for idx, (num_tokens, num_outputs, width) in enumerate(sizes):
         x, weight = operands(weight_format, num_tokens, num_outputs, width, device)
         bias = normal(1, num_outputs, device)[0].to(BF16) if idx % 2 else None
-        out = scaled_linear(x, weight, bias, out_dtype=BF16, library=library)
+        out = multiplied(x, weight, bias, library)
         assert out.dtype == BF16
         check(out, x, weight, bias)
 
@@ -119,9 +132,16 @@ def test_fp8_with_a_scale_a_row(device: str, bias: bool) -> None:
         check(out, carriers[0], carriers[1], added)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("weight_format", [*NARROW, WeightFormat.FP8_BLOCK])
-def test_every_code_and_scale_of_a_weight(device: str, weight_format: WeightFormat) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "device"),
+    [
+        pytest.param(weight_format, *place.values, marks=place.marks)
+        for weight_format in (*NARROW, WeightFormat.FP8_BLOCK)
+        for place in TRITON_DEVICES
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [64, pytest.param(128, marks=pytest.mark.gpu)])
+def test_every_code_and_scale_of_a_weight(weight_format: WeightFormat, device: str, num_tokens: int) -> None:
     """Unit vectors read the weight out: all 256 bytes of data, and all scales that weights may have."""
     weight = quantized(normal(128, 128, device), weight_format)
     codes = torch.arange(256, dtype=torch.uint8)
@@ -134,33 +154,90 @@ def test_every_code_and_scale_of_a_weight(device: str, weight_format: WeightForm
     elif isinstance(weight, Mxfp8Tensor):
         weight.scales.copy_(torch.arange(weight.scales.numel()) % 200 + 20)
     unit = torch.eye(128, device=device).to(BF16)
-    x: Tensor | Fp8Tensor = unit
-    function = triton_scaled_linear.dequantized_linear
-    if weight_format is WeightFormat.FP8_BLOCK:
-        narrow = quantized(unit, weight_format, is_input=True)
-        assert isinstance(narrow, Fp8Tensor)
-        x, function = narrow, triton_scaled_linear.block_linear
-    out = function(x, weight, None, BF16)
-    expected = truth(x, weight, None).float() if isinstance(x, Fp8Tensor) else dequantize(weight, torch.float32).t()
-    assert torch.equal(out.float(), expected.to(BF16).float())
+    results = []
+    for rows in torch.split(unit, num_tokens):
+        if weight_format is WeightFormat.FP8_BLOCK:
+            results.append(triton_scaled_linear.block_linear(narrow(rows), weight, None, BF16))
+        else:
+            results.append(multiplied(rows, weight, None, LIBRARIES[weight_format][0]))
+    values = truth(narrow(unit), weight, None) if weight_format is WeightFormat.FP8_BLOCK else truth(unit, weight, None)
+    assert torch.equal(torch.cat(results).float(), values.to(BF16).float())
+
+
+def narrow(x: Tensor) -> Fp8Tensor:
+    quantised = quantized(x, WeightFormat.FP8_BLOCK, is_input=True)
+    assert isinstance(quantised, Fp8Tensor)
+    return quantised
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("weight_format", NARROW)
+def test_rows_anywhere_in_memory(weight_format: WeightFormat, device: str) -> None:
+    """Columns of a wider matrix, on and off 16 bytes, and NaN in other rows that must not get into these."""
+    x, weight = operands(weight_format, 5, 96, 256, device)
+    assert isinstance(x, Tensor)
+    library = LIBRARIES[weight_format][0]
+    expected = multiplied(x, weight, None, library)
+    for offset in (0, 8, 3):
+        wide = torch.full((6, 300), torch.nan, dtype=BF16, device=device)
+        own = wide[:5, offset : offset + 256]
+        own.copy_(x)
+        assert torch.equal(multiplied(own, weight, None, library), expected)
+    x[2, 7] = torch.nan
+    mixed = multiplied(x, weight, None, library)
+    assert bool(mixed[2].isnan().all())
+    keep = [0, 1, 3, 4]
+    assert torch.equal(mixed[keep], expected[keep])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("weight_format", NARROW)
+@pytest.mark.parametrize("plan", [(2, 2, 2, 1), (4, 1, 1, 3), (1, 2, 8, 2)])
+def test_every_way_to_share_a_product_out(
+    weight_format: WeightFormat, plan: tuple[int, int, int, int], device: str
+) -> None:
+    """Over 7 groups of rows and 11 or 22 tiles, which not all warps have as many of."""
+    x, weight = operands(weight_format, 13, 112, 1408, device)
+    assert isinstance(x, Tensor) and not isinstance(weight, Fp8Tensor)
+    out = torch.full((13, 112), torch.nan, dtype=BF16, device=device)
+    packed_linear.multiply_few(x, pack_weight(weight), None, out, packed_linear.PackedPlan(*plan))
+    check(out, x, weight, None)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("weight_format", NARROW)
+def test_rows_are_dequantised_for_many_tokens(weight_format: WeightFormat, device: str) -> None:
+    """From row 32 on, as far as there are rows and columns; NVFP4 by the unit of its sums, without the global scale."""
+    _, weight = operands(weight_format, 1, 72, 224, device)
+    assert not isinstance(weight, Fp8Tensor)
+    wide = torch.full((40, 224), torch.nan, dtype=BF16, device=device)
+    packed_many.dequantize(pack_weight(weight), 32, wide)
+    values = dequantize(weight, torch.float32)[32:]
+    if isinstance(weight, Nvfp4Tensor) and weight.global_scale is not None:
+        values = values * weight.global_scale * 2.0**-9
+    torch.testing.assert_close(wide.float(), values, rtol=2.0**-20, atol=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_company_does_not_change_a_token(weight_format: WeightFormat) -> None:
-    """The order of a token's sums depends on the weight's shape alone, within the kernels written here."""
-    if weight_format is WeightFormat.FP8:
-        pytest.skip("gpu: cuBLAS chooses by the number of tokens")
-    x, weight = operands(weight_format, 40, 1536, 7168, "cuda")
+@pytest.mark.parametrize(
+    ("weight_format", "num_tokens", "num_alone"),
+    [
+        (WeightFormat.FP8_BLOCK, 40, 3),
+        *((weight_format, *numbers) for weight_format in NARROW for numbers in ((7, 1), (40, 9))),
+    ],
+)
+def test_company_does_not_change_a_token(weight_format: WeightFormat, num_tokens: int, num_alone: int) -> None:
+    """The order of a token's sums depends on the weight alone, within each kernel written here."""
+    x, weight = operands(weight_format, num_tokens, 1536, 7168, "cuda")
     library = LIBRARIES[weight_format][0]
-    together = scaled_linear(x, weight, None, out_dtype=BF16, library=library)
-    alone, _ = operands(weight_format, 40, 1536, 7168, "cuda")
+    together = multiplied(x, weight, None, library)
     first: Tensor | Fp8Tensor
-    if isinstance(alone, Fp8Tensor):
-        first = Fp8Tensor(data=alone.data[:3], scales=alone.scales[:3], scaling=alone.scaling, shape=(3, 7168))
+    if isinstance(x, Fp8Tensor):
+        own = x.data[:num_alone], x.scales[:num_alone]
+        first = Fp8Tensor(data=own[0], scales=own[1], scaling=x.scaling, shape=(num_alone, 7168))
     else:
-        first = alone[:3]
-    assert torch.equal(scaled_linear(first, weight, None, out_dtype=BF16, library=library), together[:3])
+        first = x[:num_alone]
+    assert torch.equal(multiplied(first, weight, None, library), together[:num_alone])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -216,26 +293,36 @@ def longest_loop(sass: str) -> list[str]:
     return max(loops, key=len)
 
 
-@pytest.mark.parametrize(("name", "instructions"), [("nvfp4", 4.5), ("mxfp8", 5.0)])
-def test_dequantises_on_the_way_to_the_matrix_units_of_hopper(name: str, instructions: float) -> None:
-    """In registers: the codes come by 16 bytes, and nothing but them is read back from shared memory."""
-    types = {
-        "x": "*bf16",
-        "data": "*i16",
-        "scales": "*u8",
-        "out": "*fp32",
-        "num_tokens": "i32",
-        "tiles_per_split": "i32",
-    }
+@pytest.mark.parametrize(("name", "columns", "instructions"), [("nvfp4", 128, 3.5), ("mxfp8", 64, 4.5)])
+def test_few_tokens_go_through_registers_alone(name: str, columns: int, instructions: float) -> None:
+    """No shared memory and no waiting in the loop, weights by 16 bytes; at most so many instructions a weight."""
+    types = dict.fromkeys(("x", "data", "scales"), "*i32") | {"out": "*bf16"}
+    types |= dict.fromkeys(("num_tokens", "num_groups", "num_tiles", "tiles_per_split", "is_early"), "i32")
     types |= {"num_outputs": "i32:16", "x_stride": "i32:16"}
-    constants = {"K": 7168, "IS_SPLIT": True, "FORMAT": name, "TILE_N": 64, "TILE_T": 16, "TILE_K": 128}
-    constants |= {"num_stages": 4, "bias": None, "global_scale": None, "OVERLAP": True}
-    made = compile_ahead(triton_scaled_linear.multiply_dequantized, types, constants, num_warps=4)
-    assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.cg.shared.global" in made.asm["ptx"]
-    assert made.spilled_bytes == 0
+    constants = {"IS_SPLIT": False, "FORMAT": name, "GROUPS": 2, "STACKED": 1, "SHARES": 2, "EIGHTS": 1}
+    constants |= {"OVERLAP": True, "bias": None, "global_scale": None}
+    made = compile_ahead(packed_linear.multiply_packed, types, constants, num_warps=4)
     body = longest_loop(made.asm["sass"])
-    assert len(body) * 128 / (64 * 128) < instructions
-    assert sum(line.startswith("STS") for line in body) <= 8  # of x
+    assert not any(re.match(r"(@!?P\d )?(STS|LDS|LDSM|BAR|SHFL)", line) for line in body)
+    assert sum("LDG.E.128" in line for line in body) >= 4 and made.spilled_bytes == 0
+    assert len(body) * 32 / (2 * 16 * columns) < instructions
+
+
+@pytest.mark.parametrize(("name", "scales"), [("nvfp4", "*u8"), ("mxfp8", "*i32")])
+def test_some_tokens_go_to_warpgroups_from_registers(name: str, scales: str) -> None:
+    """All that is read comes by itself, ahead of its use, and only inputs are stored in another order."""
+    types = {"x": "*bf16", "data": "*i16", "scales": scales, "out": "*fp32"}
+    types |= dict.fromkeys(("num_outputs", "x_stride"), "i32:16")
+    types |= dict.fromkeys(("num_tokens", "num_groups", "num_tiles", "steps_per_split"), "i32")
+    constants = {"IS_SPLIT": True, "FORMAT": name, "TILE_N": 64, "TILE_T": 16, "num_stages": 4, "OVERLAP": True}
+    made = compile_ahead(
+        packed_blocks.multiply_blocks, types, constants | {"bias": None, "global_scale": None}, num_warps=4
+    )
+    body = longest_loop(made.asm["sass"])
+    assert any(line.startswith("HGMMA") for line in body) and made.spilled_bytes == 0
+    assert not any(re.match(r"(@!?P\d )?LDG\.", line) for line in body)
+    assert sum(line.startswith("STS") for line in body) <= 8
+    assert len(body) * 128 / (64 * 128) < 5
 
 
 def test_fp8_blocks_use_the_fp8_matrix_units_of_hopper() -> None:

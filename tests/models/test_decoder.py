@@ -276,6 +276,39 @@ def test_a_norm_that_quantises_for_its_consumer_changes_no_bit(
         assert torch.equal(fused, separate)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", [WeightFormat.MXFP8, WeightFormat.NVFP4])
+def test_narrow_weights_on_a_gpu_are_those_of_a_cpu(weight_format: WeightFormat, tmp_path: Path) -> None:
+    """A prompt of 41 tokens, one more token, and a prompt too long for the kernel of few tokens."""
+    folder = make_real_shaped(tmp_path, "llama")
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    results = []
+    for device in (CPU, torch.device("cuda")):
+        on_loaded: list[Any] = []
+        model = build_model(
+            parse_config(read_config(folder)),
+            tp=SingleCollectives(),
+            dtype=torch.bfloat16,
+            device=device,
+            weight_format=weight_format,
+            on_loaded=on_loaded,
+        )
+        fill(model, tensors)
+        for finish in on_loaded:
+            finish()
+        short = quantized_hidden(model, SingleCollectives(), device)
+        heads = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
+        cache = KVCache(model.config, heads, 10, BLOCK_SIZE, torch.bfloat16, device)
+        runner = Runner(model, cache, max_num_seqs=1, device=device)
+        part = Part(token_ids=[*PROMPTS[2], *PROMPTS[1], *PROMPTS[1]], start=0, pages=range(10))
+        long = runner.forward(runner.prepare(make_batch([part], block_size=BLOCK_SIZE)))
+        results.append(torch.cat([short, long]).double().cpu())
+    on_cpu, on_gpu = results
+    assert on_gpu.shape == on_cpu.shape and len(on_gpu) == 42 + 75
+    errors = (on_gpu - on_cpu).norm(dim=1) / on_cpu.norm(dim=1)
+    assert errors.max().item() < 0.1, errors
+
+
 def load_layout(folder: Path, mesh: Mesh, world: Collectives, tp: Collectives, max_moe_tokens: int | None) -> Decoder:
     model = build_model(
         parse_config(read_config(folder)),
