@@ -3,7 +3,7 @@
 Few tokens: the time is that of reading the weight, if nothing stands in the way. So a warp reads tiles of 16 rows into
 registers as they lie, dequantises them there and multiplies by m16n8k16, without shared memory and without waiting for
 other warps; these take other rows and, `shares` of them, other tiles of the same rows. Inputs come from the cache. With
-more than one eight of tokens they are what takes long, and packed_blocks.py is faster; packed_many.py serves prompts.
+more than one eight of tokens they are what takes long: packed_blocks.py is for those, packed_many.py serves prompts.
 """
 # ruff: noqa: RUF005 (Triton knows no unpacking in tuples)
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -26,7 +26,8 @@ from dist_infer.kernels.triton.packed_many import multiply_many
 from dist_infer.kernels.triton.packed_sums import add_splits_into
 from dist_infer.kernels.triton.packed_tiles import add_tile, load_tile, side_by_side, within
 
-MAX_FEW, MAX_SOME = 8, 64  # tokens, of the kernels for so many
+# Tokens, of the kernels for so many. From 9 packed_blocks is to be the faster one: not before a GPU has run its tests.
+MAX_FEW, MAX_SOME = 64, 64
 _UNIT = tl.constexpr(2.0**9)  # an NVFP4 sum by what the kernel adds up (weight_tiles.py)
 # Measured on an H200: warps that share a weight, at least, and those of a program
 _WARPS_ON_DEVICE = MappingProxyType({"nvfp4": 2112, "mxfp8": 4224})
