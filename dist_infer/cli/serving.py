@@ -195,6 +195,7 @@ def report_ready(
             "pid": os.getpid(),
             "device": str(world.device),
             "parameter_bytes": shard.parameter_bytes,
+            "copied_bytes": shard.copied_bytes,
             "model_bytes": shard.model_bytes,
         },
     )
