@@ -152,9 +152,9 @@ class MoeLayer:
         self.experts = Experts(config.hidden_size, moe, setup)
         self._names = names
         self._exchange = exchange
-        self._lane = Lane(setup.device)
         self.shared: GatedMlp | None = None
         if moe.shared_intermediate_size:
+            self._lane = Lane(setup.device)
             own = setup if self.has_parts else replace(setup, tp=SingleCollectives())
             self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own, adds=True)
 

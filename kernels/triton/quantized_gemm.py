@@ -88,31 +88,18 @@ def down(hidden: Tensor | Fp8Tensor, weight: QuantizedTensor, width: int, blocks
 
     Shapes: hidden [P, I] in the order of `blocks`, weight [E * D, I] -> [P, D]; rows of pairs in no block are not set.
     """
-    return product(hidden, weight, width, blocks, None, tile)
-
-
-def product(
-    x: Tensor | Fp8Tensor, weight: QuantizedTensor, outputs: int, blocks: PairBlocks, top_k: int | None, tile: Tile
-) -> Tensor:
-    """All pairs' rows times their experts' weights, rounded to bfloat16.
-
-    With `top_k` from the rows of x to the order of `blocks`, without it from that order to rows r K + k.
-
-    Shapes: x [R, D] or [P, D], weight [E * outputs, D] -> [P, outputs].
-    """
     parts = Parts.of(weight)
     num_blocks = blocks.table.shape[1]
-    out = torch.empty(len(blocks.order), outputs, dtype=torch.bfloat16, device=parts.data.device)
-    _product_kernel[(num_blocks * triton.cdiv(outputs, tile.block_n),)](
-        *_operand(x),
+    out = torch.empty(len(blocks.order), width, dtype=torch.bfloat16, device=parts.data.device)
+    _down_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
+        *_operand(hidden),
         parts.tiles(tile.block_n, tile.block_k),
         *parts[1:3],
         *blocks[:2],
         out,
         num_blocks,
-        TOP_K=top_k,
-        OUTPUTS=outputs,
-        DEPTH=x.shape[1],
+        WIDTH=width,
+        INNER=hidden.shape[1],
         FORMAT=parts.quant_format,
         BLOCK_M=blocks.block_len,
         BLOCK_N=tile.block_n,
@@ -206,9 +193,9 @@ def _gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _product_kernel(
-    x,
-    x_scales,
+def _down_kernel(
+    hidden,
+    hidden_scales,
     weight,
     scales,
     global_scale,
@@ -216,18 +203,16 @@ def _product_kernel(
     table,
     out,
     num_blocks,
-    TOP_K: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With TOP_K from the rows of x to the order of the blocks, without it from that order to the pairs."""
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N
     expert = tl.load(table + block)
@@ -236,27 +221,26 @@ def _product_kernel(
     place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
     live = place < tl.load(table + 2 * num_blocks + block)
     pair = tl.load(order + place, mask=live, other=0).to(tl.int64)
-    row = place.to(tl.int64) if TOP_K is None else pair // TOP_K
-    target = pair if TOP_K is None else place.to(tl.int64)
+    row = place.to(tl.int64)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    weight_row = expert * OUTPUTS + n
+    weight_row = expert * WIDTH + n
     if FORMAT == "fp8":
-        scale = _block_scale(scales, weight_row, 0, DEPTH)
-        for k in range(0, DEPTH, BLOCK_K):
-            next_scale = _block_scale(scales, weight_row, tl.minimum(k + BLOCK_K, DEPTH - BLOCK_K), DEPTH)
-            a = _rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K)
-            a_scale = tl.load(x_scales + row * (DEPTH // 128) + k // 128, mask=live, other=0.0)
+        scale = _block_scale(scales, weight_row, 0, INNER)
+        for k in range(0, INNER, BLOCK_K):
+            next_scale = _block_scale(scales, weight_row, tl.minimum(k + BLOCK_K, INNER - BLOCK_K), INNER)
+            a = _rows(hidden, row, live, k, INNER, FORMAT, BLOCK_M, BLOCK_K)
+            a_scale = tl.load(hidden_scales + row * (INNER // 128) + k // 128, mask=live, other=0.0)
             total += tl.dot(weight.load([weight_row, k]), tl.trans(a)) * (scale * a_scale)[None, :]
             scale = next_scale
     else:
-        for k in range(0, DEPTH, BLOCK_K):
-            a = tl.trans(_rows(x, row, live, k, DEPTH, FORMAT, BLOCK_M, BLOCK_K))
-            tile = _tile(weight, scales, weight_row, OUTPUTS - n, k, DEPTH, FORMAT, BLOCK_N, BLOCK_K)
+        for k in range(0, INNER, BLOCK_K):
+            a = tl.trans(_rows(hidden, row, live, k, INNER, FORMAT, BLOCK_M, BLOCK_K))
+            tile = _tile(weight, scales, weight_row, WIDTH - n, k, INNER, FORMAT, BLOCK_N, BLOCK_K)
             total = tl.dot(tile, a, total)
     total = _finished(total, global_scale, FORMAT)
     column = n + tl.arange(0, BLOCK_N)
-    inside = live[:, None] & (column < OUTPUTS)[None, :]
-    tl.store(out + target[:, None] * OUTPUTS + column[None, :], tl.trans(total.to(tl.bfloat16)), mask=inside)
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + pair[:, None] * WIDTH + column[None, :], tl.trans(total.to(tl.bfloat16)), mask=inside)
 
 
 @triton.jit
