@@ -34,7 +34,6 @@ from dist_infer.kernels.cute.mla_tiles import (
 
 NUM_ROWS = 64
 NUM_STAGES = 2
-NUM_GROUPS = 4  # of blocks that become free together, see `group_of`
 _BLOCK_SIZE = BLOCK * TILE
 _PAIR_BARRIER = 3
 _HALF = NUM_LATENT_BLOCKS // 2
