@@ -12,7 +12,8 @@ from dist_infer.cli.bench_steps import BenchSteps
 from dist_infer.cli.bench_table import render
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.serving import agree_on_kernels, agree_on_options, describe_job, report_ready, request_limits, serve
-from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
+from dist_infer.cli.stage import stage
+from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
 from dist_infer.errors import RequestError, UsageError

@@ -1,6 +1,7 @@
 """The steps of a benchmark: timed while they are served, one of them profiled at the end."""
 
-from dist_infer.cli.startup import kernel_choices, stage
+from dist_infer.cli.stage import stage
+from dist_infer.cli.startup import kernel_choices
 from dist_infer.config import SchedulerConfig
 from dist_infer.launch.world import World
 from dist_infer.shard import Shard, ShardPlan

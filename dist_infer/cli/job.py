@@ -20,7 +20,8 @@ from dist_infer.cli.serving import (
     request_limits,
     serve,
 )
-from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
+from dist_infer.cli.stage import stage
+from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
 from dist_infer.errors import DistInferError

@@ -13,6 +13,7 @@ import torch
 from dist_infer import __version__
 from dist_infer.cache_folder import open_private_folder
 from dist_infer.cli.environment import Environment
+from dist_infer.cli.stage import stage
 from dist_infer.errors import ExitCode, UsageError
 from dist_infer.intake.record_file import write_atomically
 from dist_infer.kernels.dispatch import Target
@@ -30,14 +31,7 @@ def tune_attention(heads: Sequence[int], environment: Environment) -> int:
 
 
 def _tune(heads: Sequence[int], environment: Environment, world: World) -> int:
-    failed: Exception | None = None
-    try:
-        with world.watchdog.long_task("tune attention"):
-            if world.rank == 0:
-                _measure(heads, environment, world)
-    except Exception as error:  # whatever it is, the others wait in the vote
-        failed = error
-    world.vote("tune attention", failed)
+    stage(world, "tune attention", lambda: _measure(heads, environment, world) if world.rank == 0 else None)
     return ExitCode.DONE
 
 

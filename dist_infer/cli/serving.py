@@ -15,7 +15,8 @@ import torch
 
 from dist_infer import __version__
 from dist_infer.cli.options import EngineOptions
-from dist_infer.cli.startup import kernel_choices, stage
+from dist_infer.cli.stage import stage
+from dist_infer.cli.startup import kernel_choices
 from dist_infer.cli.summary import RunSummary
 from dist_infer.config import SchedulerConfig
 from dist_infer.dispatcher import Dispatcher, Frontend

@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -16,6 +15,7 @@ from dist_infer.checkpoint.model_path import find_model
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.kernel_tuning import read_tuned
 from dist_infer.cli.options import DEFAULT_KV_MEMORY_FRACTION, EngineOptions
+from dist_infer.cli.stage import stage
 from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.peer_collectives import open_peer_axes
 from dist_infer.config import SchedulerConfig
@@ -30,24 +30,6 @@ from dist_infer.step_runner import StepRunner, build_step_runner
 from dist_infer.warmup import measure_bytes, warm_up
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-def stage(world: World, name: str, build: Callable[[], T]) -> T:
-    """What `build` makes, once it has gone well on all ranks.
-
-    Ranks: collective over the world. Errors: VotedError on every rank, naming those that failed and why.
-    """
-    result: T | None = None
-    failed: Exception | None = None
-    try:
-        with world.watchdog.long_task(name):
-            result = build()
-    except Exception as error:  # whatever it is, the others must learn of it
-        failed = error
-    world.vote(name, failed)
-    return result  # type: ignore[return-value]  # the vote raises where there is none
 
 
 def plan_model(options: EngineOptions, environment: Environment, world: World) -> ShardPlan:

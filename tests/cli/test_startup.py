@@ -7,8 +7,7 @@ import pytest
 
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.options import EngineOptions
-from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model, stage
-from dist_infer.errors import DistInferError, UsageError
+from dist_infer.cli.startup import agree_on_limits, load_model, make_step_runner, plan_model
 from dist_infer.launch.world import World
 from dist_infer.types import Batch
 from tests.tiny_models import make_tiny_llama
@@ -23,16 +22,6 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("startup"), 4, 2)
-
-
-def fail() -> None:
-    raise UsageError("the fix")
-
-
-def test_a_stage_gives_what_was_built_or_a_voted_error(world: World) -> None:
-    assert stage(world, "count", lambda: 3) == 3
-    with pytest.raises(DistInferError, match="the fix"):
-        stage(world, "count", fail)
 
 
 def test_the_stages_make_a_runner(world: World, model: Path) -> None:
