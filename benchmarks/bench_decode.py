@@ -153,8 +153,10 @@ class Served:
         place: Place | None = None,
         batches: Sequence[int] = BATCHES,
         warms_up: bool = True,
+        on_progress: Callable[[str], None] = lambda what: None,
     ) -> None:
         """For `batches` of all groups together. Without the warm-up, prefills are not to be timed."""
+        self._on_progress = on_progress
         device = torch.device("cuda", torch.cuda.current_device())
         self.place = place or alone()
         started_s = time.perf_counter()
@@ -169,6 +171,7 @@ class Served:
         )
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - started_s
+        on_progress("weights are loaded")
         own = [-(-batch // self.place.mesh.dp) for batch in batches]
         longest = max(PREFILL + BLOCK_SIZE, CONTEXT + TIMED_STEPS)
         num_pages = max(own) * (-(-(CONTEXT + TIMED_STEPS) // BLOCK_SIZE) + 2) + longest // BLOCK_SIZE
@@ -183,9 +186,9 @@ class Served:
         )
         started_s = time.perf_counter()
         inner = self._make_runner(own)
-        inner.capture(CudaCapture(device))
+        inner.capture(CudaCapture(device), on_size=lambda size: on_progress(f"graphs of {size} rows are captured"))
         if warms_up:
-            warm_up(inner, self.config, world_size=self.place.mesh.world, on_progress=lambda _: None)
+            warm_up(inner, self.config, world_size=self.place.mesh.world, on_progress=on_progress)
         self.steps: list[StepTimes] = []
         self.runner: TimedRunner[PreparedStep, SampledIds] = TimedRunner(inner, CudaMarks(), self.steps.append)
         self.warm_s = time.perf_counter() - started_s
@@ -222,8 +225,9 @@ class Served:
         prompt_len = CONTEXT - FIRST_STEPS - TIMED_STEPS // 2
         self._put(batch, prompt_len, FIRST_STEPS + TIMED_STEPS + 4)
         own_tokens = -(-batch // self.place.mesh.dp) * prompt_len
-        for _ in range(-(-own_tokens // PREFILL) + FIRST_STEPS):
+        for step in range(-(-own_tokens // PREFILL) + FIRST_STEPS):
             self.engine.step()
+            self._on_progress(f"b={batch}: step {step} before the timed ones")
         times_s = [time.perf_counter()]
         for _ in range(TIMED_STEPS):
             self.engine.step()

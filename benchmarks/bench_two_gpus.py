@@ -15,7 +15,8 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,8 +75,11 @@ def together(world: World, layout: Layout, config: ModelConfig) -> Place:
     )
 
 
-def measure(name: str, only: str | None, world: World) -> Iterator[Row]:
-    """The rows of a model, of one layout if it is named. Ranks: collective over the world."""
+def measure(name: str, only: str | None, world: World, say: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of a model, of one layout if it is named; `say` hears how far it is.
+
+    Ranks: collective over the world.
+    """
     folder = open_model_folder(MODELS / name, weights=False)
     config = parse_config(folder.config)
     positions = max(config.max_position_embeddings, 2 * PREFILL)
@@ -85,13 +89,23 @@ def measure(name: str, only: str | None, world: World) -> Iterator[Row]:
     if not layouts:
         return
     batches = sorted({layout.batch for layout in layouts})
-    served = Served(folder, uniform_routing=has_experts, batches=batches, warms_up=False)
+    say(f"{name} on one GPU")
+    served = Served(folder, uniform_routing=has_experts, batches=batches, warms_up=False, on_progress=say)
     one_us = {batch: slowest(world, served.decode(batch)[0]) for batch in batches}
+    say(", ".join(f"b={batch}: {step_us:.1f} us" for batch, step_us in one_us.items()))
     del served
     for layout in layouts:
         free_memory()
+        say(f"{name} {layout.name}")
         place = together(world, layout, config)
-        served = Served(folder, uniform_routing=has_experts, place=place, batches=[layout.batch], warms_up=False)
+        served = Served(
+            folder,
+            uniform_routing=has_experts,
+            place=place,
+            batches=[layout.batch],
+            warms_up=False,
+            on_progress=say,
+        )
         step_us, busy_us, gap_us = served.decode(layout.batch)
         yield Row(
             case=f"{name} bf16 {layout.name} context={CONTEXT} b={layout.batch}",
@@ -142,8 +156,14 @@ def run(names: list[str], only: str | None, world: World) -> int:
     """Measures all models and writes after each row. Ranks: collective over the world."""
     if world.size != 2 or world.device.type != "cuda" or world.gpu_shared:
         raise UsageError("bench_two_gpus needs two ranks with a GPU each")
+    started_s = time.monotonic()
+
+    def say(what: str) -> None:
+        if world.rank == 0:
+            sys.stderr.write(f"[{time.monotonic() - started_s:.1f} s] {what}\n")
+
     for name in names:
-        for row in measure(name, only, world):
+        for row in measure(name, only, world, say):
             if world.rank == 0:
                 gain = row.peers["one GPU"] / row.ours_us
                 sys.stdout.write(f"{row.case}: {row.ours_us / 1e3:.3f} ms, {gain:.2f} times the speed of one GPU\n")
