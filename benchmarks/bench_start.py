@@ -31,7 +31,7 @@ MANY_RANKS = 16
 MAX_READY_S = 120.0
 LIMIT_S = 300.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-PROGRAM = [sys.executable, "-P", "-m", "dist_infer", "run", "--device", "cpu"]
+PROGRAM = [sys.executable, "-P", "-m", "dist_infer", "run"]
 DUMMY = {  # a model for many ranks: what costs is the start of the ranks
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -75,26 +75,40 @@ def import_and_load_us(model: Path) -> float:
 
 def first_token_us(model: Path, folder: Path) -> float:
     """From the call of mpirun to the first record."""
-    output = folder / "out.jsonl"
-    (folder / "in.jsonl").write_text('{"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}\n')
-    arguments = ["--model", str(model), "-i", str(folder / "in.jsonl"), "-o", str(output), "--overwrite"]
-    return launch_us(NUM_RANKS, arguments, lambda log: output.exists() and output.read_bytes().endswith(b"\n"), folder)
+    return first_record_us(NUM_RANKS, ["--device", "cpu", "--model", str(model)], folder, ONE_THREAD)
 
 
 def ready_us(num_ranks: int, folder: Path) -> float:
     """From the call of mpirun to the last `ready` line."""
     (folder / "config.json").write_text(json.dumps(DUMMY))
-    arguments = ["--model", str(folder), "--load-format", "dummy", "--num-kv-blocks", "64"]
+    arguments = ["--device", "cpu", "--model", str(folder), "--load-format", "dummy", "--num-kv-blocks", "64"]
     (folder / "in.jsonl").write_text('{"prompt": [1, 2, 3], "max_tokens": 1}\n')
     arguments += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--overwrite"]
-    return launch_us(num_ranks, arguments, lambda log: log.count("ready rank=") == num_ranks, folder)
+    return launch_us(
+        num_ranks, arguments, lambda log: log.count("ready rank=") == num_ranks, folder=folder, env=ONE_THREAD
+    )
 
 
-def launch_us(num_ranks: int, arguments: list[str], is_there: Callable[[str], bool], folder: Path) -> float:
+def first_record_us(num_ranks: int, arguments: list[str], folder: Path, env: Mapping[str, str]) -> float:
+    """From the call of mpirun until the record of one prompt with one token is on the disk."""
+    output = folder / "out.jsonl"
+    (folder / "in.jsonl").write_text('{"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}\n')
+    return launch_us(
+        num_ranks,
+        [*arguments, "-i", str(folder / "in.jsonl"), "-o", str(output), "--overwrite"],
+        lambda log: output.exists() and output.read_bytes().endswith(b"\n"),
+        folder=folder,
+        env=env,
+    )
+
+
+def launch_us(
+    num_ranks: int, arguments: list[str], is_there: Callable[[str], bool], *, folder: Path, env: Mapping[str, str]
+) -> float:
     """Until `is_there`; then the job runs to its end."""
     (folder / "out.jsonl").unlink(missing_ok=True)
     launch = mpirun.command(
-        num_ranks, [*PROGRAM, *arguments], launcher=mpirun.find_launcher(), oversubscribe=True, extra_env=ONE_THREAD
+        num_ranks, [*PROGRAM, *arguments], launcher=mpirun.find_launcher(), oversubscribe=True, extra_env=env
     )
     log = folder / "log"
     start, taken_us = time.perf_counter(), None
