@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
-from dist_infer.kernels.triton.moe_align import PairBlocks
+from dist_infer.kernels.triton.moe_align import PairBlocks, block_of
 from dist_infer.kernels.triton.moe_tiles import Tile
 from dist_infer.kernels.triton.silu_mul import gated
 
@@ -103,14 +103,9 @@ def _gate_up_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // TILES
-    n = tl.program_id(0) % TILES * BLOCK_N
-    expert = tl.load(table + block)
+    expert, start, end, n = block_of(table, num_blocks, INNER, BLOCK_N)
     if expert < 0:
         return
-    start = tl.load(table + num_blocks + block)
-    end = tl.load(table + 2 * num_blocks + block)
     if TAILS and end - start <= BLOCK_M // 4:
         _gate_up_block(
             x,
@@ -235,14 +230,9 @@ def _down_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // TILES
-    n = tl.program_id(0) % TILES * BLOCK_N
-    expert = tl.load(table + block)
+    expert, start, end, n = block_of(table, num_blocks, WIDTH, BLOCK_N)
     if expert < 0:
         return
-    start = tl.load(table + num_blocks + block)
-    end = tl.load(table + 2 * num_blocks + block)
     if TAILS and end - start <= BLOCK_M // 4:
         _down_block(
             hidden,

@@ -193,6 +193,17 @@ def _place_kernel(
 
 
 @triton.jit
+def block_of(table, num_blocks, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(expert, place of the first pair, where those of its expert end, first channel) of a program that takes a block
+    of pairs and BLOCK_N of CHANNELS. The expert of an unused block is -1.
+    """
+    TILES: tl.constexpr = (CHANNELS + BLOCK_N - 1) // BLOCK_N
+    entry = table + tl.program_id(0) // TILES
+    start = tl.load(entry + num_blocks)
+    return tl.load(entry), start, tl.load(entry + 2 * num_blocks), tl.program_id(0) % TILES * BLOCK_N
+
+
+@triton.jit
 def _write_blocks(table, num_blocks, expert, first, end, block_len, NUM_EXPERTS: tl.constexpr):
     """The blocks of an expert whose pairs stand from `first` to before `end`."""
     block = (first + expert * (block_len - 1)) // block_len

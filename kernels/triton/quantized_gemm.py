@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
-from dist_infer.kernels.triton.moe_align import PairBlocks
+from dist_infer.kernels.triton.moe_align import PairBlocks, block_of
 from dist_infer.kernels.triton.moe_tiles import Tile
 from dist_infer.kernels.triton.number_formats import encode_fp8_blocks
 from dist_infer.kernels.triton.silu_mul import gated
@@ -145,14 +145,11 @@ def _gate_up_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // TILES
-    n = tl.program_id(0) % TILES * BLOCK_N
-    expert = tl.load(table + block)
+    expert, start, end, n = block_of(table, num_blocks, INNER, BLOCK_N)
     if expert < 0:
         return
-    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
-    live = place < tl.load(table + 2 * num_blocks + block)
+    place = start + tl.arange(0, BLOCK_M)
+    live = place < end
     row = (tl.load(order + place, mask=live, other=0) // TOP_K).to(tl.int64)
     gate_row = expert * (2 * INNER) + n
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -212,14 +209,11 @@ def _down_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    block = tl.program_id(0) // TILES
-    n = tl.program_id(0) % TILES * BLOCK_N
-    expert = tl.load(table + block)
+    expert, start, end, n = block_of(table, num_blocks, WIDTH, BLOCK_N)
     if expert < 0:
         return
-    place = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_M)
-    live = place < tl.load(table + 2 * num_blocks + block)
+    place = start + tl.arange(0, BLOCK_M)
+    live = place < end
     pair = tl.load(order + place, mask=live, other=0).to(tl.int64)
     row = place.to(tl.int64)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
