@@ -23,7 +23,14 @@ from dist_infer.kernels.triton.attention_splits import (
     split_length,
 )
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
-from dist_infer.kernels.triton.paged_rows import LOG2_E, STEP_TENSORS, key_slots, load_rows, update_softmax
+from dist_infer.kernels.triton.paged_rows import (
+    LOG2_E,
+    STEP_TENSORS,
+    key_products,
+    key_slots,
+    load_rows,
+    update_softmax,
+)
 
 _FEW_PROGRAMS = 16  # without splits; such few have shorter splits
 
@@ -146,7 +153,7 @@ def _single_kernel(
         slot = key_slots(table, key, end, BLOCK_SIZE)
         keys = load_rows(k_cache + kv_head * kv_head_stride, slot, slot_stride, inside, HEAD_DIM, DIM, True)
         values = load_rows(v_cache + kv_head * kv_head_stride, slot, slot_stride, inside, HEAD_DIM, DIM, True)
-        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        products = key_products(queries, keys)
         products = tl.where(inside[None, :], products, -float("inf"))
         weights, factor, row_max, row_sum = update_softmax(products, scale, row_max, row_sum)
         total = tl.dot(weights.to(values.dtype), values, total * factor[:, None], input_precision="ieee")

@@ -20,7 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.triton.attention_tiles import plan_tiles, split_sequences, to_device
-from dist_infer.kernels.triton.paged_rows import LOG2_E, STEP_TENSORS, key_slots, load_rows, update_softmax
+from dist_infer.kernels.triton.paged_rows import (
+    LOG2_E,
+    STEP_TENSORS,
+    key_products,
+    key_slots,
+    load_rows,
+    update_softmax,
+)
 
 _MAX_GATHERED_BYTES = 1 << 28  # of keys and values of several heads; those of one head may take more
 
@@ -277,7 +284,7 @@ def _add_keys(
     WINDOW: tl.constexpr,
 ):
     keys = k_rows.load([base + start, 0])
-    products = tl.dot(queries, keys.T, input_precision="ieee")
+    products = key_products(queries, keys)
     if MASKED:
         key = start + tl.arange(0, KEYS)
         if WINDOW is None:

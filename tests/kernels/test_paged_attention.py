@@ -165,7 +165,7 @@ def test_alone_and_in_a_batch_the_bits_are_the_same(
         return planned(q, case.k_cache, case.v_cache)
 
     out = attend_invariantly(case.step, case.q)
-    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=4.0)  # of few rows
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window))
     for seq in range(6):
         rows, alone = take_sequences(case.step, [seq])
         own = slice(*case.step.host_query_start[seq : seq + 2].tolist())
@@ -248,8 +248,7 @@ def test_decodes_follow_the_lengths_on_the_device(
         for into, new in ((static.k_cache, case.k_cache), (static.v_cache, case.v_cache)):
             into.fill_(torch.nan)[: len(new)] = new
         static.q.copy_(case.q)
-        factor = 4.0 if dtype == torch.float32 else 2.0  # the order of the sums differs
-        check_error(run(), formula(case, torch.float64), formula(case, dtype), factor=factor)
+        check_error(run(), formula(case, torch.float64), formula(case, dtype))
 
 
 @pytest.mark.gpu
@@ -268,8 +267,7 @@ def test_windows_of_histories(
         lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda"
     )
     out = attend(case, named(LIBRARIES, "triton"), window)
-    factor = 4.0 if dtype == torch.float32 else 2.0
-    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=factor)
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window))
 
 
 @pytest.mark.gpu
@@ -294,11 +292,7 @@ def test_histories(
     case = make_case(
         lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda"
     )
-    # In float32 the yardstick's error is that of the order in which it sums.
-    factor = 4.0 if dtype == torch.float32 else 2.0
-    check_error(
-        attend(case, named(LIBRARIES, "triton")), formula(case, torch.float64), formula(case, dtype), factor=factor
-    )
+    check_error(attend(case, named(LIBRARIES, "triton")), formula(case, torch.float64), formula(case, dtype))
 
 
 @pytest.mark.parametrize(("new", "window"), [("one", None), ("many", None), ("many", 4096)])
@@ -377,9 +371,8 @@ def test_a_window_in_tiles_and_splits(
     """Ends of the window inside of blocks and on their borders, rows that see nothing of their tile's first keys."""
     lens = [(1, 200), (70, 250), (1, 0), (33, 33), (1, 64), (2, 131)]
     case = make_case(lens, heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=dtype, device=device)
-    factor = 4.0 if dtype == torch.float32 else 2.0  # the order of the sums differs
     out = attend(case, library, window)
-    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window), factor=factor)
+    check_error(out, formula(case, torch.float64, window), formula(case, dtype, window))
 
 
 @library_runs(LIBRARIES, names=["triton"])
