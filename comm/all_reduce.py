@@ -19,6 +19,7 @@ from torch import Tensor
 from dist_infer.comm.all_reduce_measured import TABLE
 from dist_infer.comm.all_reduce_table import default_strategy, look_up
 from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.moe_finalize_measured import DEFAULT_ROWS, MAX_ROWS
 from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.symmetric import PeerMemory, open_peer_memory
 from dist_infer.errors import UsageError
@@ -232,12 +233,18 @@ class FusedAllReduce:
         )
         strategy = self.strategy_for(x, fused_op)
         if self._room is None or strategy not in self._kernels:
-            rows = x if isinstance(x, Tensor) else moe_finalize_op.moe_finalize(x, library=self._moe_finalize)
-            return self._finish(self._sum(rows, strategy), epilogue)
+            return self._finish(self._sum(self._rows(x), strategy), epilogue)
+        if not isinstance(x, Tensor) and not self._adds_up(x):
+            x = self._rows(x)
         if isinstance(x, Tensor) and x.data_ptr() % 16:
             x = x.clone()
         run = op.one_shot if strategy is Strategy.ONE_SHOT else op.two_shot
         return run(x, epilogue, self._room.enter(), library=self._kernels[strategy])
+
+    def _adds_up(self, x: ExpertOutputs) -> bool:
+        """Whether the kernel of the all-reduce adds up the outputs of experts: the same bytes, sooner."""
+        key = (self._device_name, self._group.size, x.ids.shape[1], x.shape[1])
+        return len(x.ids) <= MAX_ROWS.get(key, DEFAULT_ROWS)
 
     def takes_heads(self, qkv: Tensor) -> bool:
         """Whether there is one kernel for these heads. The same on all ranks.
@@ -264,6 +271,9 @@ class FusedAllReduce:
         """Give the peer memory back; no call may follow. Ranks: collective."""
         if self._room is not None:
             self._room.close()
+
+    def _rows(self, x: Tensor | ExpertOutputs) -> Tensor:
+        return x if isinstance(x, Tensor) else moe_finalize_op.moe_finalize(x, library=self._moe_finalize)
 
     def _sum(self, x: Tensor, strategy: Strategy) -> Tensor:
         if strategy is not Strategy.LIBRARY or self._library_group is None:

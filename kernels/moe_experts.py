@@ -9,11 +9,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import GatedActivation
+from dist_infer.kernels.carriers import ExpertOutputs, GatedActivation
 from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
+from dist_infer.kernels.reference.moe_experts import expert_outputs as reference_expert_outputs
 from dist_infer.kernels.reference.moe_experts import moe_experts as reference_moe_experts
 
 MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
+ExpertOutputsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
 
 _CUTE_CHANNELS, _CUTE_EXPERTS = 64, 256
 
@@ -42,6 +44,21 @@ LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
     ),
     Library(name="torch", function=reference_moe_experts),
 )
+OUTPUTS_LIBRARIES: tuple[Library[ExpertOutputsFunction], ...] = (
+    Library(
+        name="triton",
+        function=deferred("dist_infer.kernels.triton.moe_experts", "expert_outputs"),
+        is_available=on_triton,
+        graph_safe=True,
+    ),
+    Library(
+        name="cute",
+        function=deferred("dist_infer.kernels.cute.moe_experts", "expert_outputs"),
+        is_available=_on_sizes_of_cute,
+        graph_safe=True,
+    ),
+    Library(name="torch", function=reference_expert_outputs),
+)
 
 
 def moe_experts(
@@ -68,20 +85,43 @@ def moe_experts(
         -1 nor one of the E.
     Source: Shazeer et al., Outrageously Large Neural Networks (2017).
     """
+    _check("moe_experts", x, expert_ids, weights, w_gate_up, w_down)
+    return library.function(x, expert_ids, weights, w_gate_up, w_down, activation)
+
+
+def expert_outputs(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    activation: GatedActivation = GatedActivation.SILU,
+    library: Library[ExpertOutputsFunction],
+) -> ExpertOutputs:
+    """What moe_experts adds up, for kernels/moe_finalize or an all-reduce to do it: then the bytes are the same.
+
+    Shapes and errors: as moe_experts; ids int32.
+    """
+    _check("expert_outputs", x, expert_ids, weights, w_gate_up, w_down)
+    outputs = library.function(x, expert_ids, w_gate_up, w_down, activation)
+    return ExpertOutputs(outputs=outputs, ids=expert_ids, weights=weights, num_experts=len(w_down))
+
+
+def _check(name: str, x: Tensor, expert_ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     num_rows, width = x.shape if x.dim() == 2 else (-1, -1)
     if num_rows < 0 or expert_ids.dim() != 2 or len(expert_ids) != num_rows or weights.shape != expert_ids.shape:
         raise ValueError(
-            f"moe_experts: x {list(x.shape)}, ids {list(expert_ids.shape)} and weights {list(weights.shape)} are not"
+            f"{name}: x {list(x.shape)}, ids {list(expert_ids.shape)} and weights {list(weights.shape)} are not"
             " [R, D], [R, K] and [R, K]"
         )
     num_experts, inner = w_down.shape[0], w_down.shape[-1]
     if w_gate_up.shape != (num_experts, 2 * inner, width) or w_down.shape != (num_experts, width, inner):
         raise ValueError(
-            f"moe_experts: weights {list(w_gate_up.shape)} and {list(w_down.shape)} are not [E, 2 I, {width}] and"
+            f"{name}: weights {list(w_gate_up.shape)} and {list(w_down.shape)} are not [E, 2 I, {width}] and"
             f" [E, {width}, I]"
         )
     if not x.dtype == w_gate_up.dtype == w_down.dtype:
-        raise ValueError(f"moe_experts: x {x.dtype} meets weights {w_gate_up.dtype} and {w_down.dtype}")
+        raise ValueError(f"{name}: x {x.dtype} meets weights {w_gate_up.dtype} and {w_down.dtype}")
     if expert_ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"moe_experts: ids {expert_ids.dtype} or weights {weights.dtype} are of another kind")
-    return library.function(x, expert_ids, weights, w_gate_up, w_down, activation)
+        raise ValueError(f"{name}: ids {expert_ids.dtype} or weights {weights.dtype} are of another kind")

@@ -20,6 +20,7 @@ OPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "mla_attention": ("mla_attention", "LIBRARIES"),
         "mla_rotary": ("mla_rotary", "LIBRARIES"),
         "moe_experts": ("moe_experts", "LIBRARIES"),
+        "moe_finalize": ("moe_finalize", "LIBRARIES"),
         "moe_route": ("moe_route", "LIBRARIES"),
         "norm_rotary": ("qk_norm", "NORM_ROTARY_LIBRARIES"),
         "paged_attention": ("paged_attention", "LIBRARIES"),

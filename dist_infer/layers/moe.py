@@ -14,12 +14,14 @@ from dist_infer.comm.expert import AllReduce, ExpertExchange
 from dist_infer.comm.lane import Lane, Pending
 from dist_infer.comm.mesh import Mesh, split_range
 from dist_infer.comm.moe_chunks import ChunkPlan
+from dist_infer.comm.peer_collectives import PeerCollectives
 from dist_infer.config import ModelConfig, MoeConfig
 from dist_infer.errors import UsageError
 from dist_infer.kernels import moe_experts as experts_op
+from dist_infer.kernels import moe_finalize as finalize_op
 from dist_infer.kernels import moe_route as route_op
 from dist_infer.kernels import router_gemm as router_op
-from dist_infer.kernels.carriers import RoutingMethod
+from dist_infer.kernels.carriers import ExpertOutputs, RoutingMethod
 from dist_infer.layers.mlp import GatedMlp
 from dist_infer.layers.quantized_experts import ExpertQuantizer, QuantizedExperts
 from dist_infer.layers.setup import LayerSetup
@@ -82,9 +84,12 @@ class Router:
 
 
 class Experts:
-    """The experts that a rank holds: whole ones, or a slice of their channels where several ranks share them."""
+    """The experts that a rank holds: whole ones, or a slice of their channels where several ranks share them.
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup) -> None:
+    With `unsummed`, unless they are quantised, the outputs of a row can be had one by one.
+    """
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, setup: LayerSetup, *, unsummed: bool = False) -> None:
         mesh = setup.expert_mesh
         self.held = split_range(moe.num_experts, mesh.ep, mesh.ep_rank)
         self._num_experts = moe.num_experts
@@ -95,10 +100,14 @@ class Experts:
         self.down = setup.empty(len(self.held), hidden_size, inner)
         self._quantizer = ExpertQuantizer.choose(len(self.held), hidden_size, inner, setup)
         self._quantized: QuantizedExperts | None = None
+        self.unsummed = unsummed and self._quantizer is None
+        sizes = {"experts": len(self.held), "width": hidden_size, "intermediate": inner}
         if self._quantizer is not None:
             setup.on_loaded.append(self._quantize)
+        elif self.unsummed:
+            self._outputs = setup.choose("moe_experts", experts_op.OUTPUTS_LIBRARIES, **sizes)
+            self._finalize = setup.choose("moe_finalize", finalize_op.LIBRARIES, width=hidden_size)
         else:
-            sizes = {"experts": len(self.held), "width": hidden_size, "intermediate": inner}
             self._library = setup.choose("moe_experts", experts_op.LIBRARIES, **sizes)
 
     def _quantize(self) -> int:
@@ -118,7 +127,25 @@ class Experts:
         """
         if self._quantized is not None:
             return self._quantized(hidden, expert_ids, weights)
+        if self.unsummed:
+            return self.finalized(self.outputs(hidden, expert_ids, weights))
         return experts_op.moe_experts(hidden, expert_ids, weights, self.gate_up, self.down, library=self._library)
+
+    def outputs(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> ExpertOutputs:
+        """What the weighted sum is made of, where it is `unsummed`.
+
+        Shapes: hidden [R, D], expert_ids and weights [R, K].
+        Ranks: local.
+        """
+        return experts_op.expert_outputs(hidden, expert_ids, weights, self.gate_up, self.down, library=self._outputs)
+
+    def finalized(self, outputs: ExpertOutputs) -> Tensor:
+        """The sum over the experts of each row and the shared one.
+
+        Shapes: -> [R, D].
+        Ranks: local.
+        """
+        return finalize_op.moe_finalize(outputs, library=self._finalize)
 
     def weight_slots(self, prefix: str, names: MoeNames) -> Iterator[WeightSlot]:
         """`experts.{e}.{gate, up, down}.weight` of all experts; of those of other ranks the part is empty."""
@@ -143,13 +170,17 @@ class MoeLayer:
 
     With one group all ranks hold all rows: the shared expert is cut over them too and joins the experts' one sum. With
     several, each rank holds rows of its own and the whole shared expert.
+
+    Where the group sums through peer memory, the sum over a row's experts and the shared one is left to it: it may be
+    done in the kernel of the sum over the ranks. It is one sum in float32 then, rounded once, whoever makes it.
     """
 
     def __init__(self, config: ModelConfig, names: MoeNames, exchange: ExpertExchange, setup: LayerSetup) -> None:
         moe = moe_geometry(config)
         held = exchange.held if isinstance(exchange, AllReduce) else None
         self.router = Router(config.hidden_size, moe, setup, held=held)
-        self.experts = Experts(config.hidden_size, moe, setup)
+        unsummed = held is not None and isinstance(setup.tp, PeerCollectives)
+        self.experts = Experts(config.hidden_size, moe, setup, unsummed=unsummed)
         self._names = names
         self._exchange = exchange
         self.shared: GatedMlp | None = None
@@ -165,7 +196,8 @@ class MoeLayer:
         Ranks: collective over the world.
         """
         if isinstance(self._exchange, AllReduce):
-            return self._exchange.sum(self.part(hidden, chunks, num_real))
+            part = self.part(hidden, chunks, num_real)
+            return self._exchange.sum(part if isinstance(part, Tensor) else self.experts.finalized(part))
         expert_ids, weights = self.router(hidden, num_real)
         routed = self._exchange.run(hidden, expert_ids, weights, self.experts, chunks)
         return routed if self.shared is None else self.shared(hidden, routed)
@@ -175,16 +207,20 @@ class MoeLayer:
         """There is one group: what `part` gives, summed over it, is the output."""
         return isinstance(self._exchange, AllReduce)
 
-    def part(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor:
-        """This rank's part of the output, where it has parts.
+    def part(self, hidden: Tensor, chunks: ChunkPlan, num_real: Tensor | None = None) -> Tensor | ExpertOutputs:
+        """This rank's part of the output, where it has parts: for a sum through peer memory what it is the sum of.
 
         Shapes: as the output's.
         Ranks: local.
         """
         if not isinstance(self._exchange, AllReduce):
             raise ValueError("experts of several groups give sums, not parts")
-        shared = self._start_shared(hidden)
+        whole = chunks.num_chunks == 1 and chunks.rows(0) == len(hidden)
+        shared = self._start_shared(hidden) if whole or not self.experts.unsummed else None
         expert_ids, weights = self.router(hidden, num_real)
+        if self.experts.unsummed and whole:
+            outputs = self.experts.outputs(hidden, expert_ids, weights)
+            return replace(outputs, shared=self._shared_output(hidden, shared))
         if shared is not None:
             return self._exchange.run_part(hidden, expert_ids, weights, self.experts, chunks).add_(shared.wait())
         return self._exchange.run_part(hidden, expert_ids, weights, self._experts_and_shared, chunks)
@@ -195,7 +231,15 @@ class MoeLayer:
             return None
         return self._lane.start(partial(self.shared, hidden), hidden)
 
+    def _shared_output(self, hidden: Tensor, started: Pending | None) -> Tensor | None:
+        if self.shared is None:
+            return None
+        return self.shared(hidden) if started is None else started.wait()
+
     def _experts_and_shared(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        if self.experts.unsummed:
+            outputs = self.experts.outputs(hidden, expert_ids, weights)
+            return self.experts.finalized(replace(outputs, shared=self._shared_output(hidden, None)))
         routed = self.experts(hidden, expert_ids, weights)
         return routed if self.shared is None else self.shared(hidden, routed)
 

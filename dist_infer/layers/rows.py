@@ -16,7 +16,7 @@ from dist_infer.comm.all_reduce import FusedOp
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import split_sizes
 from dist_infer.comm.peer_collectives import PeerCollectives
-from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.kernels.carriers import ExpertOutputs, Fp8Tensor
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.layers.norm import InputNorm, RmsNorm
 from dist_infer.layers.quantized import as_fp8
@@ -33,10 +33,20 @@ _QUANTIZING: Mapping[QuantFormat, FusedOp] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a sublayer adds to the residual stream: the sum already, or this rank's part of it."""
+    """What a sublayer adds to the residual stream: the sum already, or this rank's part of it.
 
-    x: Tensor
+    A part that a group sums through peer memory may be what the experts of each row have left to add up.
+    """
+
+    x: Tensor | ExpertOutputs
     is_part: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """Errors: TypeError for outputs of experts."""
+        if not isinstance(self.x, Tensor):
+            raise TypeError("outputs of experts are added up by the kernel that sums over the ranks, or before")
+        return self.x
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +85,14 @@ class GroupRows:
         Ranks: collective over tp, for a part.
         """
         if not branch.is_part or self.tp.size == 1:
-            return norm(branch.x, residual)
+            return norm(branch.tensor, residual)
         if self.sizes is None and isinstance(self.tp, PeerCollectives):
             fused_op = FusedOp.RMS_NORM if residual is None else FusedOp.RESIDUAL_RMS_NORM
             reduced = self.tp.reducer(branch.x, fused_op, residual=residual, weight=norm.weight, eps=norm.eps)
             if reduced.normed is None:
                 raise ValueError(f"all_reduce: {fused_op.name} gave no norm")
             return reduced.normed, reduced.total
-        return norm(self.reduce(branch.x), residual)
+        return norm(self.reduce(branch.tensor), residual)
 
     def add_input_norm(
         self, branch: Branch, residual: Tensor | None, norm: InputNorm
@@ -97,9 +107,9 @@ class GroupRows:
         if norm.gives is None or self.sizes is not None:
             return self.add_norm(branch, residual, norm)
         if not branch.is_part or self.tp.size == 1:
-            return norm.quantized(branch.x, residual)
+            return norm.quantized(branch.tensor, residual)
         if not isinstance(self.tp, PeerCollectives):
-            return norm.quantized(self.reduce(branch.x), residual)
+            return norm.quantized(self.reduce(branch.tensor), residual)
         if residual is None or norm.gives not in _QUANTIZING:
             normed, total = self.add_norm(branch, residual, norm)
             return norm.convert(normed), total

@@ -10,6 +10,7 @@ from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.cute.grouped_gemm import down, gate_up
 from dist_infer.kernels.cute.grouped_gemm_parts import Variant
 from dist_infer.kernels.triton.moe_align import align
+from dist_infer.kernels.triton.moe_experts import expert_outputs as outputs_by_triton
 from dist_infer.kernels.triton.moe_experts import moe_experts as by_triton
 from dist_infer.kernels.triton.moe_experts import sum_of_pairs
 
@@ -28,14 +29,33 @@ def moe_experts(
     activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """See `dist_infer.kernels.moe_experts.moe_experts`. Ids that are no experts held count as -1."""
-    num_experts = len(w_down)
-    if expert_ids.numel() < _MIN_PAIRS * num_experts or 0 in w_down.shape:
+    if _are_few(expert_ids, w_down):
         return by_triton(x, expert_ids, weights, w_gate_up, w_down, activation)
+    outputs = expert_outputs(x, expert_ids, w_gate_up, w_down, activation)
+    return sum_of_pairs(outputs, expert_ids.contiguous(), weights.contiguous(), len(w_down))
+
+
+def expert_outputs(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
+    """See `dist_infer.kernels.moe_experts.expert_outputs`. Ids that are no experts held count as -1.
+
+    Shapes: -> [R * K, D].
+    """
+    if _are_few(expert_ids, w_down):
+        return outputs_by_triton(x, expert_ids, w_gate_up, w_down, activation)
     expert_ids = expert_ids.contiguous()
-    pairs = align(expert_ids, num_experts, _BLOCK_LEN)
+    pairs = align(expert_ids, len(w_down), _BLOCK_LEN)
     first, second = (
         Variant(activation=kind, sizes=_SIZES, num_stages=_NUM_STAGES, dtype=x.dtype) for kind in (activation, None)
     )
     hidden = gate_up(x.contiguous(), w_gate_up.contiguous(), pairs.order, pairs.firsts, expert_ids.shape[1], first)
-    outputs = down(hidden, w_down.contiguous(), pairs.order, pairs.firsts, second)
-    return sum_of_pairs(outputs, expert_ids, weights.contiguous(), num_experts)
+    return down(hidden, w_down.contiguous(), pairs.order, pairs.firsts, second)
+
+
+def _are_few(expert_ids: Tensor, w_down: Tensor) -> bool:
+    return expert_ids.numel() < _MIN_PAIRS * len(w_down) or 0 in w_down.shape

@@ -31,6 +31,24 @@ def moe_experts(
     return total.to(x.dtype)
 
 
+def expert_outputs(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
+    """See `dist_infer.kernels.moe_experts.expert_outputs`. Those of no expert are zeros.
+
+    Shapes: -> [R * K, D].
+    """
+    outputs, place = _expert_outputs(x, expert_ids, w_gate_up, w_down, activation)
+    of_pairs = x.new_zeros(expert_ids.numel(), x.shape[1])
+    routed = (expert_ids >= 0).flatten()
+    of_pairs[routed] = outputs[place.flatten()[routed]]
+    return of_pairs
+
+
 def _expert_outputs(
     x: Tensor, expert_ids: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: GatedActivation
 ) -> tuple[Tensor, Tensor]:

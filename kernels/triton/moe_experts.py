@@ -13,7 +13,7 @@ from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.grouped_gemm import down, gate_up
 from dist_infer.kernels.triton.moe_align import align
-from dist_infer.kernels.triton.moe_pairs import experts_by_pair
+from dist_infer.kernels.triton.moe_pairs import experts_by_pair, outputs_by_pair
 from dist_infer.kernels.triton.moe_tiles import Tiles, tiles_for
 
 _SUM_CHANNELS = 1024  # that a program of the last launch adds up
@@ -37,6 +37,26 @@ def moe_experts(
     return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()), activation)
 
 
+def expert_outputs(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
+    """See `dist_infer.kernels.moe_experts.expert_outputs`. Ids that are no experts held count as -1.
+
+    Shapes: -> [R * K, D].
+    """
+    num_experts, width, inner = w_down.shape
+    if 0 in (len(x), width, inner, num_experts, expert_ids.shape[1]):
+        return x.new_zeros(expert_ids.numel(), width)
+    args = (x.contiguous(), expert_ids.contiguous(), w_gate_up.contiguous(), w_down.contiguous())
+    if by_pair(expert_ids.numel(), num_experts):
+        return outputs_by_pair(*args, activation)
+    return outputs_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()), activation)
+
+
 def by_pair(num_pairs: int, num_experts: int) -> bool:
     """Whether pairs meet in an expert too seldom for a product of matrices to pay."""
     return 2 * num_pairs < num_experts
@@ -52,10 +72,22 @@ def experts_by_block(
     activation: GatedActivation = GatedActivation.SILU,
 ) -> Tensor:
     """As moe_experts, for contiguous arguments and no empty dimension."""
-    num_experts, top_k = len(w_down), expert_ids.shape[1]
-    blocks = align(expert_ids, num_experts, tiles.block_m)
-    outputs = down(gate_up(x, w_gate_up, blocks, top_k, tiles.gate_up, activation), w_down, blocks, tiles.down)
-    return sum_of_pairs(outputs, expert_ids, weights, num_experts)
+    outputs = outputs_by_block(x, expert_ids, w_gate_up, w_down, tiles, activation)
+    return sum_of_pairs(outputs, expert_ids, weights, len(w_down))
+
+
+def outputs_by_block(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    tiles: Tiles,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
+    """As expert_outputs, for contiguous arguments and no empty dimension."""
+    blocks = align(expert_ids, len(w_down), tiles.block_m)
+    hidden = gate_up(x, w_gate_up, blocks, expert_ids.shape[1], tiles.gate_up, activation)
+    return down(hidden, w_down, blocks, tiles.down)
 
 
 def sum_of_pairs(outputs: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:

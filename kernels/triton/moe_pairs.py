@@ -27,6 +27,18 @@ def experts_by_pair(
     return pair_down(hidden, expert_ids, weights, w_down, PAIR_DOWN)
 
 
+def outputs_by_pair(
+    x: Tensor,
+    expert_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    activation: GatedActivation = GatedActivation.SILU,
+) -> Tensor:
+    """As `dist_infer.kernels.moe_experts.expert_outputs`, for contiguous arguments and no empty dimension."""
+    hidden = pair_gate_up(x, expert_ids, w_gate_up, PAIR_GATE_UP, activation)
+    return pair_down(hidden, expert_ids, None, w_down, PAIR_DOWN)
+
+
 def pair_gate_up(
     x: Tensor,
     expert_ids: Tensor,
@@ -59,14 +71,14 @@ def pair_gate_up(
     return out
 
 
-def pair_down(hidden: Tensor, expert_ids: Tensor, weights: Tensor, w_down: Tensor, tile: PairTile) -> Tensor:
-    """The weighted sum of every row's experts.
+def pair_down(hidden: Tensor, expert_ids: Tensor, weights: Tensor | None, w_down: Tensor, tile: PairTile) -> Tensor:
+    """The weighted sum of every row's experts; without weights their outputs, of which those of no expert are anything.
 
-    Shapes: hidden [P, I], expert_ids and weights [R, K], w_down [E, D, I] -> [R, D].
+    Shapes: hidden [P, I], expert_ids and weights [R, K], w_down [E, D, I] -> [R, D], or [P, D].
     """
     num_rows, top_k = expert_ids.shape
     num_experts, width, inner = w_down.shape
-    out = hidden.new_empty(num_rows, width)
+    out = hidden.new_empty(num_rows if weights is not None else num_rows * top_k, width)
     _down_kernel[(num_rows, triton.cdiv(width, tile.rows))](
         hidden,
         expert_ids,
@@ -138,7 +150,10 @@ def _down_kernel(
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weighted sum of a row's experts, some channels: all experts are read at once, then added one by one."""
+    """The weighted sum of a row's experts, some channels: all experts are read at once, then added one by one.
+
+    Without weights they are stored one by one.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K_BLOCK)
     expert = tl.load(ids + row * TOP_K + slot, mask=slot < TOP_K, other=-1).to(tl.int64)
@@ -159,10 +174,15 @@ def _down_kernel(
         b = tl.load(matrix + k, mask=read & inside[None, None, :], other=0.0)
         a = tl.load(hidden + k, mask=routed[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += a[:, None, :] * b.to(tl.float32)
-    output = tl.sum(total, 2).to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weights + row * TOP_K + slot, mask=routed, other=0.0).to(tl.float32)
-    output *= factor[:, None]
-    result = tl.zeros([ROWS], tl.float32)
-    for k in tl.static_range(TOP_K):
-        result += tl.sum(tl.where((slot == k)[:, None], output, 0.0), 0)
-    tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=channel < WIDTH)
+    rounded = tl.sum(total, 2).to(out.dtype.element_ty)
+    if weights is None:
+        pair = row * TOP_K + slot
+        written = routed[:, None] & (channel < WIDTH)[None, :]
+        tl.store(out + pair[:, None] * WIDTH + channel[None, :], rounded, mask=written)
+    else:
+        factor = tl.load(weights + row * TOP_K + slot, mask=routed, other=0.0).to(tl.float32)
+        output = rounded.to(tl.float32) * factor[:, None]
+        result = tl.zeros([ROWS], tl.float32)
+        for k in tl.static_range(TOP_K):
+            result += tl.sum(tl.where((slot == k)[:, None], output, 0.0), 0)
+        tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=channel < WIDTH)

@@ -11,7 +11,15 @@ from torch.nn import functional
 
 from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, Target
-from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction, moe_experts
+from dist_infer.kernels.moe_experts import (
+    LIBRARIES,
+    OUTPUTS_LIBRARIES,
+    MoeExpertsFunction,
+    expert_outputs,
+    moe_experts,
+)
+from dist_infer.kernels.moe_finalize import LIBRARIES as FINALIZE_LIBRARIES
+from dist_infer.kernels.moe_finalize import moe_finalize
 from tests.dense_experts import DenseExperts
 from tests.kernels.aot import compile_ahead
 from tests.kernels.triton_interpreter import TRITON_DEVICES
@@ -146,6 +154,28 @@ def test_terms_are_added_in_the_order_of_the_slots(device: str, library: Library
     ids = torch.tensor([[0, 1, 2, 3], [0, 2, 1, 3], [1, 3, 0, 2], [2, 0, 3, 1]], device=device)
     x, weights = torch.ones(4, 1, device=device), torch.ones(4, 4, device=device)
     assert moe_experts(x, ids, weights, gate_up, down, library=library).tolist() == [[1.0], [2.0], [0.0], [2.0]]
+
+
+def by_outputs(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, library: Library[MoeExpertsFunction]
+) -> Tensor:
+    """Outputs one by one, and then their sum."""
+    unsummed = next(other for other in OUTPUTS_LIBRARIES if other.name == library.name)
+    outputs = expert_outputs(x, ids, weights, gate_up, down, library=unsummed)
+    return moe_finalize(outputs, library=FINALIZE_LIBRARIES[library is TORCH])
+
+
+@pytest.mark.parametrize(("library", "device"), RUNS)
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(0, 8), (1, 8), (9, 8), (2, 0)])  # pair by pair, in blocks
+def test_outputs_one_by_one_add_up_to_the_same_bytes(
+    device: str, library: Library[MoeExpertsFunction], num_rows: int, num_experts: int
+) -> None:
+    dense = DenseExperts.random(num_experts, 16, WIDTH)
+    x, ids, weights = random_rows(num_rows, num_experts, 2)
+    args = (x.bfloat16(), ids.int(), weights.float(), dense.gate_up.bfloat16(), dense.down.bfloat16())
+    on_device = [part.to(device) for part in args]
+    out = moe_experts(*on_device, library=library)
+    assert torch.equal(by_outputs(*on_device, library=library), out)
 
 
 def test_all_rows_to_one_expert_and_none_to_the_others() -> None:

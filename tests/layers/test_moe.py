@@ -7,13 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_infer.comm.all_reduce import FusedAllReduce
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.expert import open_expert_exchange
 from dist_infer.comm.lane import Pending
 from dist_infer.comm.mesh import Mesh, split_sizes
+from dist_infer.comm.peer_collectives import PeerCollectives
 from dist_infer.config import MoeConfig
 from dist_infer.errors import UsageError
+from dist_infer.kernels.carriers import ExpertOutputs
+from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.layers.moe import Experts, MoeLayer, MoeNames, Router, check_experts
+from dist_infer.layers.norm import RmsNorm
+from dist_infer.layers.rows import Branch, plan_rows
 from tests.fake_collectives import run_group, run_mesh
 from tests.layers.setups import CONFIG, close, fill, random, setup_of
 
@@ -109,6 +116,48 @@ def test_every_layout_gives_the_plain_loop(world_size: int, dp: int, ep: int, ma
         own = results[group * (world_size // dp) : (group + 1) * (world_size // dp)]
         close(torch.cat(own) if dp > 1 else own[0], whole)
         assert dp > 1 or all(torch.equal(out, own[0]) for out in own)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_a_sum_through_peer_memory_takes_the_outputs_one_by_one(has_shared: bool, num_tokens: int) -> None:
+    """Its bytes are those of the separate ops, in chunks or not; without a shared expert those of any other group."""
+    config = replace(CONFIG, moe=replace(MOE, shared_intermediate_size=S if has_shared else 0))
+    dtype = torch.bfloat16
+    x, residual = (random(num_tokens, D, seed=seed).to(dtype) for seed in (70, 71))
+
+    def main(mesh: Mesh, world: Collectives, tp: Collectives) -> None:
+        peers = PeerCollectives(tp, FusedAllReduce(tp, Target(device=torch.device("cpu"), dtype=dtype)))  # type: ignore[arg-type]
+        outs = []
+        for group, most in ((tp, None), (peers, None), (peers, 2)):
+            setup = replace(setup_of(group, dtype), mesh=mesh, world=group)
+            exchange = open_expert_exchange(mesh, group, setup.device, num_experts=E, top_k=2)
+            layer, norm = MoeLayer(config, NAMES, exchange, setup), RmsNorm(D, 1e-5, setup)
+            fill(layer.weight_slots("m."), TENSORS)
+            norm.weight.copy_(random(D, seed=72))
+            chunks = exchange.plan([num_tokens] * mesh.world, most)
+            part = layer.part(x, chunks)
+            assert isinstance(part, ExpertOutputs) == (group is peers and (most is None or num_tokens <= most))
+            rows = plan_rows(num_tokens, group, sliced=False)
+            outs.append((*rows.add_norm(Branch(part, is_part=True), residual, norm), layer(x, chunks)))
+            if isinstance(part, ExpertOutputs):
+                assert (part.shared is not None) == has_shared
+                separate = tp.all_reduce(layer.experts.finalized(part))
+                assert torch.equal(outs[-1][2], separate)
+                assert all(torch.equal(*pair) for pair in zip(outs[-1], norm(separate, residual), strict=False))
+        for other in outs[has_shared:]:
+            assert all(torch.equal(*pair) for pair in zip(other, outs[-1], strict=True))
+
+    run_mesh(2, main)
+
+
+def test_quantised_experts_add_up_themselves() -> None:
+    def main(tp: Collectives) -> bool:
+        moe = replace(MOE, expert_intermediate_size=256)
+        setup = replace(setup_of(tp, torch.bfloat16), weight_format=WeightFormat.FP8_BLOCK)
+        return Experts(128, moe, setup, unsummed=True).unsummed
+
+    assert run_group(2, main) == [False, False]
 
 
 def test_the_bias_changes_the_choice() -> None:

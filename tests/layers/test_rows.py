@@ -6,12 +6,16 @@ from torch import Tensor
 
 from dist_infer.comm.all_reduce import FusedAllReduce
 from dist_infer.comm.collectives import Collectives
-from dist_infer.comm.peer_collectives import PeerCollectives
-from dist_infer.kernels.carriers import Fp8Tensor
+from dist_infer.comm.mesh import Mesh
+from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_collectives
+from dist_infer.comm.strategy import Strategy
+from dist_infer.kernels.carriers import ExpertOutputs, Fp8Tensor
 from dist_infer.kernels.dispatch import Target
 from dist_infer.kernels.quantize import QuantFormat
+from dist_infer.launch.world import World
 from dist_infer.layers.norm import InputNorm, RmsNorm
 from dist_infer.layers.rows import Branch, plan_rows
+from dist_infer.layers.setup import LayerSetup
 from tests.fake_collectives import run_group
 from tests.layers.setups import random, setup_of
 
@@ -112,6 +116,48 @@ def test_a_norm_for_a_consumer_has_the_bytes_that_it_would_make(
 
     results = [given for own in run_group(size, main) for given in own]
     assert all(torch.equal(given.scales, results[0].scales) for given in results)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
+@pytest.mark.gpu
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("strategy", [Strategy.ONE_SHOT, Strategy.TWO_SHOT])
+@pytest.mark.parametrize("wanted", [QuantFormat.FP8_ROWS, QuantFormat.FP8_BLOCK128], ids=str)
+def test_through_peer_memory_a_norm_for_a_consumer_has_the_same_bytes(
+    wanted: QuantFormat, strategy: Strategy, world: World
+) -> None:
+    """Whether one launch makes them or three do."""
+    device = world.device
+    group = world.communicators(Mesh.create(world=world.size, rank=world.rank)).tp
+    target = Target(device=device, dtype=torch.bfloat16)
+    peers = open_peer_collectives(group, target, max_tokens=200, hidden=7168, strategy=strategy)
+    assert isinstance(peers, PeerCollectives)
+    setup = LayerSetup(tp=peers, dtype=torch.bfloat16, device=device)
+    for num_tokens in (1, 33, 0, 200, 5):
+        norm = InputNorm(7168, 1e-5, setup, wanted)
+        norm.weight.copy_(random(7168, seed=7))
+        assert norm.gives is wanted
+        part = random(num_tokens, 7168, seed=10 * num_tokens + world.rank).to(device, torch.bfloat16)
+        residual = random(num_tokens, 7168, seed=9).to(device, torch.bfloat16)
+        given, total = plan_rows(num_tokens, peers, sliced=False).add_input_norm(Branch(part, True), residual, norm)
+        normed, expected_total = norm(group.all_reduce(part), residual)
+        expected = norm.convert(normed)
+        assert isinstance(given, Fp8Tensor) and isinstance(expected, Fp8Tensor)
+        assert torch.equal(total, expected_total) and torch.equal(given.scales, expected.scales)
+        assert torch.equal(given.data.view(torch.uint8), expected.data.view(torch.uint8))
+    peers.close()
+
+
+def test_outputs_of_experts_are_only_for_a_sum_through_peer_memory() -> None:
+    outputs = ExpertOutputs(
+        outputs=random(4, 8), ids=torch.zeros(2, 2, dtype=torch.int32), weights=random(2, 2), num_experts=1
+    )
+
+    def main(tp: Collectives) -> None:
+        with pytest.raises(TypeError, match="outputs of experts"):
+            plan_rows(2, tp, sliced=False).add_norm(Branch(outputs, is_part=True), None, RmsNorm(8, 1e-5, setup_of(tp)))
+
+    run_group(2, main)
 
 
 def test_slices_are_left_to_their_consumer() -> None:
