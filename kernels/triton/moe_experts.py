@@ -5,18 +5,14 @@ two grouped products run over blocks of them, and a last launch adds up each row
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.carriers import GatedActivation
-from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
+from dist_infer.kernels.carriers import ExpertOutputs, GatedActivation
 from dist_infer.kernels.triton.grouped_gemm import down, gate_up
 from dist_infer.kernels.triton.moe_align import align
+from dist_infer.kernels.triton.moe_finalize import moe_finalize
 from dist_infer.kernels.triton.moe_pairs import experts_by_pair, outputs_by_pair
 from dist_infer.kernels.triton.moe_tiles import Tiles, tiles_for
-
-_SUM_CHANNELS = 1024  # that a program of the last launch adds up
 
 
 def moe_experts(
@@ -95,46 +91,5 @@ def sum_of_pairs(outputs: Tensor, expert_ids: Tensor, weights: Tensor, num_exper
 
     Shapes: outputs [R * K, D], expert_ids and weights [R, K] -> [R, D].
     """
-    num_rows, top_k = expert_ids.shape
-    width = outputs.shape[1]
-    out = outputs.new_empty(num_rows, width)
-    channels = min(_SUM_CHANNELS, triton.next_power_of_2(width))
-    _sum_kernel[(num_rows, triton.cdiv(width, channels))](
-        outputs,
-        expert_ids,
-        weights,
-        out,
-        TOP_K=top_k,
-        NUM_EXPERTS=num_experts,
-        WIDTH=width,
-        CHANNELS=channels,
-        **overlapping(outputs),
-    )
-    return out
-
-
-@triton.jit
-def _sum_kernel(
-    outputs,
-    ids,
-    weights,
-    out,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_for_inputs(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < WIDTH
-    outputs += row * (TOP_K * WIDTH) + channel
-    total = tl.zeros([CHANNELS], tl.float32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(ids + row * TOP_K + k) + tl.zeros([CHANNELS], tl.int32)
-        weight = tl.load(weights + row * TOP_K + k).to(tl.float32)
-        routed = inside & (expert >= 0) & (expert < NUM_EXPERTS)
-        output = tl.load(outputs + k * WIDTH, mask=routed, other=0.0).to(tl.float32)
-        total += tl.where(routed, weight * output, 0.0)
-    tl.store(out + row * WIDTH + channel, total.to(out.dtype.element_ty), mask=inside)
+    x = ExpertOutputs(outputs=outputs, ids=expert_ids, weights=weights, num_experts=num_experts)
+    return moe_finalize(x)

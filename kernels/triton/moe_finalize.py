@@ -11,8 +11,8 @@ from torch import Tensor
 from dist_infer.kernels.carriers import ExpertOutputs
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.peer_words import load_words
-from dist_infer.kernels.triton.rms_norm import tile_of
 
+_CHANNELS = 1024  # that a program adds up
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -114,20 +114,22 @@ def _finalize_kernel(
     shared,
     out,
     WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < WIDTH
-    total = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([CHANNELS], tl.float32)
     for k in tl.static_range(TOP_K):
         choice = row * TOP_K + k
-        x = tl.load(outputs + choice * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        total = weighted(total, x, tl.load(ids + choice), tl.load(weights + choice), NUM_EXPERTS)
+        expert = tl.load(ids + choice)
+        read = inside & (expert >= 0) & (expert < NUM_EXPERTS)
+        x = tl.load(outputs + choice * WIDTH + column, mask=read, other=0.0).to(tl.float32)
+        total = weighted(total, x, expert, tl.load(weights + choice).to(tl.float32), NUM_EXPERTS)
     if shared is not None:
         total += tl.load(shared + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
@@ -138,18 +140,17 @@ def moe_finalize(x: ExpertOutputs) -> Tensor:
     num_rows, width = x.shape
     out = x.outputs.new_empty(num_rows, width)
     if out.numel():
-        tile, num_warps = tile_of(width)
-        _finalize_kernel[(num_rows,)](
+        channels = min(_CHANNELS, triton.next_power_of_2(width))
+        _finalize_kernel[(num_rows, triton.cdiv(width, channels))](
             x.outputs.contiguous(),
             x.ids.contiguous(),
             x.weights.contiguous(),
             None if x.shared is None else x.shared.contiguous(),
             out,
             WIDTH=width,
-            TILE=tile,
+            CHANNELS=channels,
             TOP_K=x.ids.shape[1],
             NUM_EXPERTS=x.num_experts,
-            num_warps=num_warps,
             **overlapping(out),
         )
     return out
