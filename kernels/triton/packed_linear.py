@@ -26,8 +26,7 @@ from dist_infer.kernels.triton.packed_many import multiply_many
 from dist_infer.kernels.triton.packed_sums import add_splits_into
 from dist_infer.kernels.triton.packed_tiles import add_tile, load_tile, side_by_side, within
 
-# Tokens, of the kernels for so many. From 9 packed_blocks is to be the faster one: not before a GPU has run its tests.
-MAX_FEW, MAX_SOME = 64, 64
+MAX_FEW, MAX_SOME = 8, 64  # tokens, of the kernels for so many
 _UNIT = tl.constexpr(2.0**9)  # an NVFP4 sum by what the kernel adds up (weight_tiles.py)
 # Measured on an H200: warps that share a weight, at least, and those of a program
 _WARPS_ON_DEVICE = MappingProxyType({"nvfp4": 2112, "mxfp8": 4224})
