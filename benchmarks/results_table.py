@@ -1,4 +1,4 @@
-"""results/*.json -> results.md: one table a benchmark and device; and README's table of decode steps.
+"""results/*.json -> results.md: one table a benchmark and device; and README's table of whole models on a GPU.
 
 Run by `make results`.
 """
@@ -11,7 +11,8 @@ from typing import Any
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 DECODE = FOLDER / "results" / "bench_decode-h200.json"
-BEGIN, END = "<!-- decode steps: by `make results` -->", "<!-- end of decode steps -->"
+START = FOLDER / "results" / "bench_start_gpu-h200.json"
+BEGIN, END = "<!-- whole models: by `make results` -->", "<!-- end of whole models -->"
 HEADER = (
     "case",
     "ours µs",
@@ -33,17 +34,28 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_decode(result: Mapping[str, Any]) -> str:
-    """README's table, of the rows of bench_decode: milliseconds and the share of the floor, a model a line."""
+def render_models(decode: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    """README's table, a model a line, of the rows of bench_decode and bench_start_gpu.
+
+    Times with their share of the floor, the gap between two steps at batch 1, and the time from launch to first token.
+    """
     figures: dict[str, dict[str, str]] = {}
-    for row in result["rows"]:
+    gaps: dict[str, str] = {}
+    for row in decode["rows"]:
         model, *_, size = row["case"].split()
         share = row["floor_us"] / row["ours_us"]
         figures.setdefault(model, {})[size] = f"{row['ours_us'] / 1e3:.3g} ms, {share:.0%}"
+        if size == "b=1":
+            gap_us = row["bounds"]["gap before the next step"]
+            gaps[model] = f"{_us(gap_us)} µs, {gap_us / row['ours_us']:.1%}"
+    starts = {row["case"].split()[0]: f"{row['ours_us'] / 1e6:.0f} s" for row in start["rows"]}
     sizes = sorted({size for own in figures.values() for size in own}, key=lambda size: int(size.split("=")[1]))
-    words = {size: _words_of(size) for size in sizes}
-    lines = [_line(["bf16, dummy weights", *words.values()]), _line(["---"] * (len(sizes) + 1))]
-    lines += [_line([model, *(own.get(size, "") for size in sizes)]) for model, own in sorted(figures.items())]
+    head = ["bf16, dummy weights", *map(_words_of, sizes), "gap between steps, batch 1", "launch to first token"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for model in sorted({*figures, *starts}):
+        own = figures.get(model, {})
+        cells = [model, *(own.get(size, "") for size in sizes), gaps.get(model, ""), starts.get(model, "")]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
@@ -105,7 +117,8 @@ def main() -> None:
     files = (FOLDER / "results").glob("*.json")
     page = FOLDER / "results.md"
     page.write_text(render({path.stem: json.loads(path.read_text()) for path in files}))
-    README.write_text(with_table(README.read_text(), render_decode(json.loads(DECODE.read_text()))))
+    table = render_models(json.loads(DECODE.read_text()), json.loads(START.read_text()))
+    README.write_text(with_table(README.read_text(), table))
     print(f"wrote {page} and the table in {README}")
 
 

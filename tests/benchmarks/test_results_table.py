@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results_table import BEGIN, DECODE, END, HEADER, README, render, render_decode, with_table
+from benchmarks.results_table import BEGIN, DECODE, END, HEADER, README, START, render, render_models, with_table
 
 META: dict[str, Any] = {
     "device": "NVIDIA H200",
@@ -54,23 +54,32 @@ def test_sections_are_sorted_and_say_how_they_were_made() -> None:
     assert "an empty kernel takes 1.25 µs" in page
 
 
-def test_decode_steps_as_a_table_of_models() -> None:
+def test_whole_models_as_a_table() -> None:
     rows = [
         row(case="b bf16 tp=1 context=1024 b=64", ours_us=7000.0, floor_us=3500.0),
-        row(case="a bf16 tp=1 context=1024 b=1", ours_us=4495.2, floor_us=3340.1),
+        row(
+            case="a bf16 tp=1 context=1024 b=1",
+            ours_us=4495.2,
+            floor_us=3340.1,
+            bounds={"GPU busy": 4490.0, "gap before the next step": 9.0},
+        ),
         row(case="a bf16 tp=1 prefill=8192", ours_us=219161.0, floor_us=168190.0),
     ]
-    assert render_decode({"rows": rows}).splitlines() == [
-        "| bf16, dummy weights | decode step, batch 1 | decode step, batch 64 | prefill of 8,192 tokens |",
-        "| --- | --- | --- | --- |",
-        "| a | 4.5 ms, 74% |  | 219 ms, 77% |",
-        "| b |  | 7 ms, 50% |  |",
+    starts = [row(case="a first token", ours_us=21.4e6), row(case="c first token", ours_us=9e6)]
+    words = "decode step, batch 1 | decode step, batch 64 | prefill of 8,192 tokens | gap between steps, batch 1"
+    assert render_models({"rows": rows}, {"rows": starts}).splitlines() == [
+        f"| bf16, dummy weights | {words} | launch to first token |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| a | 4.5 ms, 74% |  | 219 ms, 77% | 9 µs, 0.2% | 21 s |",
+        "| b |  | 7 ms, 50% |  |  |  |",
+        "| c |  |  |  |  | 9 s |",
     ]
 
 
 def test_readme_has_the_table_of_the_results() -> None:
     page = README.read_text()
-    assert with_table(page, render_decode(json.loads(DECODE.read_text()))) == page, "run `make results`"
+    table = render_models(json.loads(DECODE.read_text()), json.loads(START.read_text()))
+    assert with_table(page, table) == page, "run `make results`"
 
 
 def test_a_page_without_marks_is_refused() -> None:
