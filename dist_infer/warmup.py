@@ -7,7 +7,7 @@ All ranks run the same ones, each group as many tokens, so that collectives agre
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, product
 
 import numpy as np
 import torch
@@ -109,8 +109,8 @@ def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
     """Steps of the kinds of sizes that compilers tell apart: 1, a multiple of 16, others; each way of sampling.
 
     Edited logits have a dtype of their own, so all ways of sampling meet them once.
-    And prompts, and numbers of sequences in a mixed step and of the longest sequences, of every power of two: one lies
-    in each range of sizes for which a kernel has tiles of its own.
+    And numbers of sequences in a mixed step and of the longest sequences of every power of two, and prompts of four
+    sizes between two of these: one lies in each range of sizes for which a kernel has tiles of its own.
     """
     shapes = [[(1, 1)], [(1, 2)], [(3, 3)], [(16, 16)], [(16, 32)], [(5, 12), (1, 9)], [(1, 9)] * 3, [(1, 9)] * 16]
     for power in range(config.max_num_seqs.bit_length()):
@@ -118,9 +118,10 @@ def small_batches(config: SchedulerConfig) -> Iterator[Batch]:
         longest = max(2, config.num_kv_blocks * config.block_size // count)  # so many that are longer never meet
         shapes += [[(2, 9)] + [(1, 9)] * (count - 1), [(1, longest)] * count]
     shapes += [[(2, 2)], [(4, 4)], [(8, 8)]]
-    for power in range(5, config.max_num_tokens.bit_length()):
-        starts = range(0, 1 << power, config.max_model_len)
-        lens = [min(config.max_model_len, (1 << power) - start) for start in starts]
+    for power, quarters in product(range(3, config.max_num_tokens.bit_length() - 2), range(4, 8)):
+        num_tokens = quarters << power
+        starts = range(0, num_tokens, config.max_model_len)
+        lens = [min(config.max_model_len, num_tokens - start) for start in starts]
         shapes.append([(prompt_len, prompt_len) for prompt_len in lens])
     for shape in shapes:
         parts = [
