@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import SingleCollectives
 from dist_infer.comm.expert import AllReduce, ExpertExchange
-from dist_infer.comm.lane import Lane, Pending
+from dist_infer.comm.lane import Pending
 from dist_infer.comm.mesh import Mesh, split_range
 from dist_infer.comm.moe_chunks import ChunkPlan
 from dist_infer.comm.peer_collectives import PeerCollectives
@@ -185,7 +185,7 @@ class MoeLayer:
         self._exchange = exchange
         self.shared: GatedMlp | None = None
         if moe.shared_intermediate_size:
-            self._lane = Lane(setup.device)
+            self._lane = setup.lane
             own = setup if self.has_parts else replace(setup, tp=SingleCollectives())
             self.shared = GatedMlp(config.hidden_size, moe.shared_intermediate_size, own, adds=True)
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from dist_infer.comm.collectives import Collectives
+from dist_infer.comm.lane import Lane
 from dist_infer.comm.mesh import Mesh
 from dist_infer.kernels.choices import PhasedSelection, select, select_phases
 from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target
@@ -48,6 +49,14 @@ class LayerSetup:
     batch_invariant: bool = False
     tuned: Sequence[Measured] = ()
     on_loaded: list[Callable[[], int]] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)  # none or one, see `lane`
+
+    @property
+    def lane(self) -> Lane:
+        """The model's own, made when a layer first asks for it."""
+        if not self.lanes:
+            self.lanes.append(Lane(self.device))
+        return self.lanes[0]
 
     @property
     def expert_mesh(self) -> Mesh:

@@ -68,3 +68,8 @@ def test_without_a_mesh_the_group_is_the_world() -> None:
     assert setup({}, []).expert_mesh == Mesh.create(world=1, rank=0)
     mesh = Mesh.create(world=4, rank=2, dp=4)
     assert replace(setup({}, []), mesh=mesh).expert_mesh is mesh
+
+
+def test_all_layers_share_a_lane() -> None:
+    made = setup({}, [])
+    assert made.lane is replace(made, dtype=torch.float32).lane
