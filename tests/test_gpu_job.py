@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 LIMIT_S = 240.0
 PROMPTS = [[(7 * i * i + (3 + row) * i + row) % 131 for i in range(1 + 9 * row)] for row in range(6)]
+PROMPTS += [PROMPTS[5][:40], [*PROMPTS[5], 7]]  # what they begin with is in the cache of prefixes by then
 OPTIONS = ["--device", "cuda", "--dtype", "float32", "--max-num-tokens", "32", "--max-num-seqs", "5", "--seed", "1"]
 OPTIONS += ["--kv-memory-fraction", "0.05"]  # other tests may run on the GPU meanwhile
 TWO_RANKS = [["--tp", "2"], ["--tp", "2", "--ep", "1"], ["--dp", "2"], ["--dp", "2", "--ep", "1"]]
@@ -63,8 +64,9 @@ def run(model: Path, folder: Path, num_ranks: int, options: list[str]) -> tuple[
 
 def test_graphs_and_eager_steps_answer_alike(model: Path, expected: dict[str, list[int]], tmp_path: Path) -> None:
     (tmp_path / "graph").mkdir()
-    answers, log = run(model, tmp_path / "graph", 1, [])
+    answers, log = run(model, tmp_path / "graph", 1, ["--summary", str(tmp_path / "summary.json")])
     assert "replayed as graphs of 1, 2, 4, 5" in log
+    assert json.loads((tmp_path / "summary.json").read_text())["ranks"][0]["prefix_cached_tokens"] >= 16
     assert answers == expected
     (tmp_path / "eager").mkdir()
     answers, log = run(model, tmp_path / "eager", 1, ["--eager"])
