@@ -1,20 +1,23 @@
 """Latent decode in CuTe DSL by heads, batch, context and query tokens. Needs an H100 or H200 and nvidia-cutlass-dsl.
 
-    python -m benchmarks.bench_mla_decode
+    python -m benchmarks.bench_mla_decode [--peers FOLDER]
 
 One layer's attention over cached latents, bf16, pages of 64 in random order, uniform lengths; the products with kv_b
-are not part of it. The first and the last sequence of each case are checked against float64, ours and the peers'.
+are not part of it. The first and the last sequence of each case are checked against float64, ours and the peers'. For
+peers see vllm_wheel.
 """
 
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.mla_peers import Inputs, mla_peers
+from benchmarks.mla_peers import Inputs, Shape, mla_peers
 from benchmarks.timing import BenchmarkError, Row, Run, compare, floor_us, write_results
+from benchmarks.vllm_wheel import parse_peers
 from dist_infer.kernels.cute.mla_decode import Workspace, choose_rows, mla_decode
 
 PAGE_SIZE = 64
@@ -22,20 +25,24 @@ WIDTH, LATENT = 576, 512
 SCALE = 192**-0.5
 DEVICE = torch.device("cuda")
 MAX_ERROR = 0.004  # of the norm, in bf16
-CASES = (
-    *((16, 1, batch, kv_len) for kv_len in (1024, 4096, 8192) for batch in (1, 8, 32, 64, 128)),
-    *((16, query_len, batch, 4096) for query_len in (2, 4) for batch in (1, 8, 32, 64, 128)),
-    *((128, 1, batch, kv_len) for kv_len in (1024, 4096, 8192) for batch in (1, 8, 32, 64, 128)),
+BATCHES = (1, 8, 32, 64, 128)
+CONTEXTS = (1024, 4096, 8192)
+LONGEST = 32768
+CASES = (  # heads, query tokens, batch, context
+    *((16, 1, batch, kv_len) for kv_len in CONTEXTS for batch in BATCHES),
+    *((128, 1, batch, kv_len) for kv_len in CONTEXTS for batch in BATCHES),
+    *((heads, 1, batch, LONGEST) for heads in (16, 128) for batch in BATCHES[:2]),
+    *((16, query_len, batch, kv_len) for query_len in (2, 4) for kv_len in CONTEXTS for batch in BATCHES),
 )
 
 
 def cases() -> Iterator[tuple[str, int, int, int, int]]:
     """(name, heads, query tokens, batch, context)."""
     for heads, query_len, batch, kv_len in CASES:
-        yield f"bf16 decode h={heads} q={query_len} b={batch} kv={kv_len}", heads, query_len, batch, kv_len
+        yield f"bf16 h={heads} b={batch} kv={kv_len} q={query_len}", heads, query_len, batch, kv_len
 
 
-def measure(name: str, heads: int, query_len: int, batch: int, kv_len: int) -> Row:
+def measure(name: str, heads: int, query_len: int, batch: int, kv_len: int, folder: Path | None = None) -> Row:
     """One row.
 
     Errors: BenchmarkError for a wrong result.
@@ -69,7 +76,7 @@ def measure(name: str, heads: int, query_len: int, batch: int, kv_len: int) -> R
         return [out]
 
     candidates: dict[str, Run[Inputs]] = {"ours": run}
-    peers = mla_peers(kv_lens, query_len, heads, PAGE_SIZE, SCALE)
+    peers = mla_peers(Shape(kv_lens, query_len, heads, PAGE_SIZE, SCALE), folder)
     candidates |= {peer: found for peer, found in peers.items() if not isinstance(found, str)}
     for candidate, found in candidates.items():
         out = found(make_inputs(0))[0].view(-1, heads, LATENT)
@@ -105,20 +112,22 @@ def check(name: str, out: Tensor, inputs: Inputs, query_len: int, kv_len: int) -
 
 
 def main() -> int:
-    """Measures and writes the results.
+    """Measures and writes the results, anew with each row: a run may be cut short.
 
     Errors: BenchmarkError for a wrong result.
     """
+    folder = parse_peers(__doc__, sys.argv[1:]).peers
     rows = []
     for case in cases():
-        rows.append(measure(*case))
+        rows.append(measure(*case, folder))
         row = rows[-1]
+        best = min(row.peers.items(), key=lambda peer: peer[1], default=("no peer", 0.0))
         sys.stdout.write(
             f"{row.case}: {row.ours_us:.1f} us, {100 * (row.floor_us or 0) / row.ours_us:.0f} % of floor,"
-            f" peers {({name: round(us, 1) for name, us in row.peers.items()}) or row.not_run}\n"
+            f" {best[0]} {best[1]:.1f}{''.join(f'; {peer} not run: {why}' for peer, why in row.not_run.items())}\n"
         )
         torch.cuda.empty_cache()
-    write_results("bench_mla_decode", rows, device=DEVICE)
+        write_results("bench_mla_decode", rows, device=DEVICE)
     return 0
 
 

@@ -1,41 +1,55 @@
-"""A whole MoE layer on one GPU: router, choice of experts, experts, weighted sum; shared experts left out.
+"""The experts of a MoE layer on one GPU, from rows and their experts to weighted sums; shared experts left out.
 
-    python -m benchmarks.bench_moe [many]
+    python -m benchmarks.bench_moe [many] [--peers FOLDER]
 
-With `many` only many tokens, in a file of their own.
-Peer: the same in torch, with torch._grouped_mm. Bounds: parts of ours; "experts" is all that comes after the routing.
-The floor counts the weights of the experts that are hit, the router's, input and output once, and the products' FLOP.
-Calls rotate over copies of the weights and, with few tokens, over other experts of the same copy. Routing comes from
-random activations: balanced, or skewed by router rows that grow with the expert's number.
+With `many` only many tokens, in a file of their own. Peers do the same work from the same routing: vLLM's Triton
+kernels (see vllm_wheel) and, in bfloat16, torch with torch._grouped_mm. Bounds: our "whole layer" with router and
+choice of experts, and those two alone; "triton", where ours is another library; both products of DeepGEMM alone, on
+rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by whoever multiplies.
+
+The floor counts the weights of the experts that are hit, input and output, and the outputs of all pairs, written and
+read; and the products' FLOP. Calls rotate over copies of the weights and, with few tokens, over other experts of the
+same copy. Routing comes from random activations: random, or skewed by router rows that grow with the expert's number.
+The first and the last row of each case are checked against float64, ours and the peers'.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.timing import Row, Run, compare, floor_us, write_results
-from dist_infer.kernels import moe_experts, moe_route, router_gemm
-from dist_infer.kernels.carriers import GatedActivation, RoutingMethod
+from benchmarks.moe_peers import deep_gemm_products, triton_experts
+from benchmarks.timing import BenchmarkError, Row, Run, compare, floor_us, write_results
+from benchmarks.vllm_wheel import parse_peers, peer_or_reason
+from dist_infer.kernels import moe_experts, moe_route, quantized_experts, router_gemm
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, RoutingMethod
 from dist_infer.kernels.choices import select
 from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.reference.moe_route import moe_route as torch_moe_route
 from dist_infer.kernels.reference.router_gemm import router_gemm as torch_router_gemm
+from dist_infer.kernels.scaled_linear import WeightFormat
+
+Format: TypeAlias = Literal["bf16", "fp8"]
+Experts: TypeAlias = Callable[..., Tensor]  # x, ids, factors, gate and up, down
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MANY_TOKENS = (4096, 1024, 256)
-NUM_SAMPLES = 11
+NUM_SAMPLES = 9
 NUM_COPIES = 2  # of the weights
 CALLS_A_COPY = 4
 NUM_COMPILERS = 14
+MAX_ERROR: dict[Format, float] = {"bf16": 0.015, "fp8": 0.06}  # of the norm; FP8 rows have four bits
 _DTYPE = torch.bfloat16
-_PARTS = ("experts", "experts, triton", "router", "routing")
-SILU = GatedActivation.SILU
+_BLOCK = 128
+_PEERS = ("vLLM fused_experts", "torch._grouped_mm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +61,8 @@ class Model:
     width: int
     inner: int
     method: RoutingMethod
+    activation: GatedActivation = GatedActivation.SILU
+    formats: tuple[Format, ...] = ("bf16",)
 
 
 MODELS = (
@@ -65,7 +81,7 @@ MODELS = (
         method=RoutingMethod(scoring="softmax", top_k=6),
     ),
     Model(
-        name="deepseek-v3 tp8",
+        name="deepseek-v3-tp8",
         num_experts=256,
         width=7168,
         inner=256,
@@ -79,31 +95,43 @@ MODELS = (
             num_kept_groups=4,
             group_score="top2_sum",
         ),
+        formats=("fp8", "bf16"),
+    ),
+    Model(
+        name="minimax-m3-tp8",
+        num_experts=128,
+        width=6144,
+        inner=384,
+        method=RoutingMethod(scoring="sigmoid", top_k=4, renormalise=True, scaling_factor=2.0),
+        activation=GatedActivation.SWIGLUOAI,
     ),
 )
+CASES: tuple[tuple[Model, Format], ...] = tuple((model, kind) for model in MODELS for kind in model.formats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Of one layer."""
+    """Of one layer: matrices in bfloat16, or all experts' rows in FP8."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Fp8Tensor
+    down: Tensor | Fp8Tensor
 
     @classmethod
-    def random(cls, model: Model, device: torch.device, *, skewed: bool) -> "Weights":
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, dtype=_DTYPE).mul_(shape[-1] ** -0.5)
+    def random(cls, model: Model, kind: Format, device: torch.device, *, skewed: bool) -> "Weights":
+        def normal(rows: int, width: int) -> Tensor | Fp8Tensor:
+            values = torch.randn(model.num_experts, rows, width, device=device, dtype=_DTYPE)
+            if kind == "bf16":
+                return values.mul_(width**-0.5)
+            shape = (model.num_experts * rows, width)
+            scales = (torch.rand(shape[0] // _BLOCK, width // _BLOCK, device=device) + 0.5) * width**-0.5
+            data = values.to(torch.float8_e4m3fn).view(shape)
+            return Fp8Tensor(data=data, scales=scales, scaling=Fp8Scaling.BLOCKS_128X128, shape=shape)
 
         router = torch.randn(model.num_experts, model.width, device=device) * model.width**-0.5
         if skewed:
             router *= torch.linspace(0.5, 2, model.num_experts, device=device)[:, None]
-        return cls(
-            router=router,
-            gate_up=normal(model.num_experts, 2 * model.inner, model.width),
-            down=normal(model.num_experts, model.width, model.inner),
-        )
+        return cls(router=router, gate_up=normal(2 * model.inner, model.width), down=normal(model.width, model.inner))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,61 +145,90 @@ class Inputs:
     factors: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ours:
     """The libraries that a model's layer would use, as runs of a benchmark."""
 
+    model: Model
+    name: str  # of the library of the experts
     router: Library[router_gemm.RouterGemmFunction]
     route: Library[moe_route.MoeRouteFunction]
-    experts: Library[moe_experts.MoeExpertsFunction]
+    experts: Experts
 
     @classmethod
-    def on(cls, device: torch.device, model: Model, order: str = "") -> "Ours":
+    def on(cls, device: torch.device, model: Model, kind: Format, rows: int, order: str = "") -> "Ours":
         sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
         target = Target(device=device, dtype=_DTYPE, geometry=sizes)
+        found: Library[Any]
+        if kind == "fp8":
+            libraries = quantized_experts.LIBRARIES[WeightFormat.FP8_BLOCK]
+            found = select("quantized_experts", libraries, target, {"quantized_experts": order}).pick({"rows": rows})
+        else:
+            orders = {"moe_experts": order}
+            found = select("moe_experts", moe_experts.LIBRARIES, target, orders).pick({"rows": rows})
+        function: Any = found.function
         return cls(
-            select("router_gemm", router_gemm.LIBRARIES, target, {}).pick(),
-            select("moe_route", moe_route.LIBRARIES, target, {}).pick(),
-            select("moe_experts", moe_experts.LIBRARIES, target, {"moe_experts": order}).pick(),
+            model=model,
+            name=found.name,
+            router=select("router_gemm", router_gemm.LIBRARIES, target, {}).pick(),
+            route=select("moe_route", moe_route.LIBRARIES, target, {}).pick(),
+            experts=lambda *given: function(*given, model.activation),
         )
 
-    def runs(self, method: RoutingMethod) -> dict[str, Run[Inputs]]:
+    def runs(self) -> dict[str, Run[Inputs]]:
         def whole(inputs: Inputs) -> Sequence[Tensor]:
             weights = inputs.weights
             logits = self.router.function(inputs.x, weights.router)
-            ids, factors = self.route.function(logits, None, method, None, None)
-            return [self.experts.function(inputs.x, ids, factors, weights.gate_up, weights.down, SILU)]
-
-        def experts(inputs: Inputs) -> Sequence[Tensor]:
-            weights = inputs.weights
-            return [self.experts.function(inputs.x, inputs.ids, inputs.factors, weights.gate_up, weights.down, SILU)]
+            ids, factors = self.route.function(logits, None, self.model.method, None, None)
+            return [self.experts(inputs.x, ids, factors, weights.gate_up, weights.down)]
 
         return {
-            "ours": whole,
-            "experts": experts,
+            "ours": run_of(self.experts),
+            "whole layer": whole,
             "router": lambda inputs: [self.router.function(inputs.x, inputs.weights.router)],
-            "routing": lambda inputs: list(self.route.function(inputs.logits, None, method, None, None)),
+            "routing": lambda inputs: list(self.route.function(inputs.logits, None, self.model.method, None, None)),
         }
 
 
-def torch_layer(method: RoutingMethod) -> Run[Inputs]:
-    """Rows permuted by expert, two grouped products, rows put back and added up."""
+def run_of(experts: Experts) -> Run[Inputs]:
+    """Experts as a candidate."""
 
     def run(inputs: Inputs) -> Sequence[Tensor]:
-        weights = inputs.weights
-        ids, factors = torch_moe_route(torch_router_gemm(inputs.x, weights.router), None, method)
-        flat = ids.flatten()
-        order = flat.argsort()
-        experts = torch.arange(1, len(weights.down) + 1, device=flat.device, dtype=flat.dtype)
-        ends = torch.searchsorted(flat[order], experts, out_int32=True)
-        rows = inputs.x[order // method.top_k]
-        gate, up = torch._grouped_mm(rows, weights.gate_up.transpose(1, 2), offs=ends).chunk(2, 1)
-        outputs = torch._grouped_mm(functional.silu(gate) * up, weights.down.transpose(1, 2), offs=ends)
-        back = torch.empty_like(outputs)
-        back[order] = outputs
-        return [(back.view(*ids.shape, -1) * factors[:, :, None]).sum(1).to(inputs.x.dtype)]
+        return [experts(inputs.x, inputs.ids, inputs.factors, inputs.weights.gate_up, inputs.weights.down)]
 
     return run
+
+
+def torch_experts(
+    activation: GatedActivation, x: Tensor, ids: Tensor, factors: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Rows permuted by expert, two grouped products, rows put back and added up."""
+    flat = ids.flatten()
+    order = flat.argsort()
+    experts = torch.arange(1, len(down) + 1, device=flat.device, dtype=flat.dtype)
+    ends = torch.searchsorted(flat[order], experts, out_int32=True)
+    gate, up = torch._grouped_mm(x[order // ids.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, 1)
+    outputs = torch._grouped_mm(gated(gate, up, activation), down.transpose(1, 2), offs=ends)
+    back = torch.empty_like(outputs)
+    back[order] = outputs
+    return (back.view(*ids.shape, -1) * factors[:, :, None]).sum(1).to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
+    """The activation in torch."""
+    if activation is GatedActivation.SILU:
+        return functional.silu(gate) * up
+    gate = gate.clamp(max=7)
+    return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def peers_of(model: Model, kind: Format, folder: Path | None) -> dict[str, Experts | str]:
+    """Each peer, or why it can't run."""
+    grouped: Experts | str = partial(torch_experts, model.activation)
+    return {
+        "vLLM fused_experts": peer_or_reason(lambda: triton_experts(folder, model.activation)),
+        "torch._grouped_mm": grouped if kind == "bf16" else "takes no FP8 with scales of blocks",
+    }
 
 
 def make_copies(model: Model, tokens: int, device: torch.device, weights: Sequence[Weights]) -> list[Inputs]:
@@ -181,32 +238,58 @@ def make_copies(model: Model, tokens: int, device: torch.device, weights: Sequen
         x = torch.randn(tokens, model.width, device=device, dtype=_DTYPE)
         logits = torch_router_gemm(x, own.router)
         ids, factors = torch_moe_route(logits, None, model.method)
-        copies.append(Inputs(x=x, weights=own, logits=logits, ids=ids, factors=factors))
+        copies.append(Inputs(x=x, weights=own, logits=logits, ids=ids.int(), factors=factors))
     return copies
 
 
-def check(model: Model, ours: Run[Inputs], peer: Run[Inputs], inputs: Inputs) -> None:
-    """Errors: ValueError for rows that are not the peer's up to rounding. One in 200 may be others: where two logits
-    are so close that the order of a sum decides between two experts.
-    """
-    (result,), (expected,) = ours(inputs), peer(inputs)
-    errors = (result.double() - expected.double()).norm(dim=1) / expected.double().norm(dim=1)
-    num_wrong = int((~(errors < 0.02)).sum())
-    if num_wrong > len(errors) // 200:
-        raise ValueError(f"{model.name}: {num_wrong} of {len(errors)} rows are not the peer's")
+def check(name: str, model: Model, kind: Format, out: Tensor, inputs: Inputs) -> None:
+    """Errors: BenchmarkError where the first or the last row is not what it should be."""
+    for row in {0, len(out) - 1}:
+        x, expected = inputs.x[row].double(), torch.zeros(model.width, dtype=torch.float64, device=out.device)
+        for expert, factor in zip(inputs.ids[row].tolist(), inputs.factors[row].tolist(), strict=True):
+            gate, up = (matrix_of(inputs.weights.gate_up, expert, 2 * model.inner) @ x).chunk(2)
+            hidden = gated(gate, up, model.activation)
+            expected += factor * (matrix_of(inputs.weights.down, expert, model.width) @ hidden)
+        error = ((out[row].double() - expected).norm() / expected.norm()).item()
+        if not error < MAX_ERROR[kind]:
+            raise BenchmarkError(f"{model.name} {kind}, {name}: relative error {error:.3g} of row {row} of {len(out)}")
 
 
-def measure(model: Model, tokens: int, device: torch.device, weights: Sequence[Weights], kind: str) -> Row:
+def matrix_of(weight: Tensor | Fp8Tensor, expert: int, rows: int) -> Tensor:
+    """One expert's, in float64."""
+    if isinstance(weight, Tensor):
+        return weight[expert].double()
+    data = weight.data[expert * rows : (expert + 1) * rows].double()
+    scales = weight.scales[expert * rows // _BLOCK : (expert + 1) * rows // _BLOCK].double()
+    return data * scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+
+
+def measure(
+    model: Model,
+    kind: Format,
+    tokens: int,
+    device: torch.device,
+    weights: Sequence[Weights],
+    spread: str,
+    folder: Path | None,
+) -> Row:
     """One row of the results."""
     copies = make_copies(model, tokens, device, weights)
-    ours = Ours.on(device, model)
-    candidates: dict[str, Callable[[Inputs], Sequence[Tensor]]] = ours.runs(model.method)
-    if ours.experts.name != "triton" and tokens not in MANY_TOKENS:
-        candidates["experts, triton"] = Ours.on(device, model, "triton").runs(model.method)["experts"]
-    candidates["torch._grouped_mm"] = torch_layer(model.method)
-    check(model, candidates["ours"], candidates["torch._grouped_mm"], copies[0])
+    ours = Ours.on(device, model, kind, tokens)
+    candidates = ours.runs()
+    if ours.name != "triton":
+        candidates["triton"] = Ours.on(device, model, kind, tokens, "triton").runs()["ours"]
+    peers = peers_of(model, kind, folder)
+    candidates |= {name: run_of(peer) for name, peer in peers.items() if not isinstance(peer, str)}
+    for name in candidates.keys() - {"router", "routing"}:
+        check(name, model, kind, candidates[name](copies[0])[0], copies[0])
+    products = peer_or_reason(partial(products_alone, model, copies, folder))
+    if not isinstance(products, str):
+        candidates["DeepGEMM, products alone"] = products
     num_hit = sum(len(set(copy.ids.flatten().tolist())) for copy in copies) / len(copies)
-    num_bytes = 3 * num_hit * model.inner * model.width * 2 + weights[0].router.nbytes + 2 * copies[0].x.nbytes
+    pairs = tokens * model.method.top_k
+    weight_bytes = num_hit * 3 * model.inner * model.width * (2 if kind == "bf16" else 1 + 4 / _BLOCK**2)
+    num_bytes = weight_bytes + 2 * model.width * (2 * tokens + 2 * pairs)
     found = compare(
         candidates,
         lambda idx: copies[idx % len(copies)],
@@ -214,57 +297,78 @@ def measure(model: Model, tokens: int, device: torch.device, weights: Sequence[W
         bytes_per_call=round(min(num_bytes, torch.cuda.get_device_properties(device).L2_cache_size * 3 / len(copies))),
         num_samples=NUM_SAMPLES,
     )
-    flops = 6 * tokens * model.method.top_k * model.inner * model.width
+    figures = {name: measured.median_us for name, measured in found.items()}
     return Row(
-        case=f"{model.name} tokens={tokens} {kind} experts={num_hit:.0f}",
-        ours_us=found["ours"].median_us,
-        library=ours.experts.name,
-        floor_us=floor_us(read_bytes=num_bytes, flops=flops),
-        peers={"torch._grouped_mm": found["torch._grouped_mm"].median_us},
-        bounds={part: found[part].median_us for part in found if part in _PARTS},
+        case=f"{model.name} {kind} tokens={tokens} {spread}",
+        ours_us=figures.pop("ours"),
+        library=ours.name,
+        floor_us=floor_us(read_bytes=num_bytes, flops=6 * pairs * model.inner * model.width, number_format=kind),
+        peers={name: figures.pop(name) for name in _PEERS if name in figures},
+        not_run={name: peer for name, peer in peers.items() if isinstance(peer, str)},
+        bounds=figures,
     )
 
 
-def compile_case(case: tuple[int, int]) -> None:
+def products_alone(model: Model, copies: Sequence[Inputs], folder: Path | None) -> Run[Inputs]:
+    """DeepGEMM's on the rows of each copy's experts."""
+    runs = {
+        id(copy): deep_gemm_products(folder, copy.ids, copy.weights.gate_up, copy.weights.down) for copy in copies[:2]
+    }
+    by_weights = {id(copy.weights): runs[id(copy)] for copy in copies[:2]}
+    for run in by_weights.values():
+        run()  # compiles what it needs, or tells that it can't
+    return lambda inputs: [by_weights[id(inputs.weights)]()]
+
+
+def compile_case(folder: Path | None, case: tuple[int, int]) -> None:
     """In a process of its own, so that many are compiled at a time; the next process finds the kernels in the cache."""
-    model, tokens = MODELS[case[0]], case[1]
+    (model, kind), tokens = CASES[case[0]], case[1]
     device = torch.device("cuda")
-    weights = [Weights.random(model, device, skewed=False)]
+    weights = [Weights.random(model, kind, device, skewed=False)]
+    inputs = make_copies(model, tokens, device, weights)[0]
     for order in ("", "triton"):
-        Ours.on(device, model, order).runs(model.method)["ours"](make_copies(model, tokens, device, weights)[0])
+        Ours.on(device, model, kind, tokens, order).runs()["whole layer"](inputs)
+    peer = peers_of(model, kind, folder)["vLLM fused_experts"]
+    if not isinstance(peer, str):
+        run_of(peer)(inputs)
+    peer_or_reason(lambda: deep_gemm_products(folder, inputs.ids, weights[0].gate_up, weights[0].down)())
     torch.cuda.synchronize()
 
 
-def compile_all() -> None:
-    cases = [(idx, tokens) for tokens in TOKENS for idx in range(len(MODELS))]
+def compile_all(all_tokens: Sequence[int], folder: Path | None) -> None:
+    cases = [(idx, tokens) for tokens in all_tokens for idx in range(len(CASES))]
     with ProcessPoolExecutor(NUM_COMPILERS, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_case, cases))
+        list(pool.map(partial(compile_case, folder), cases))
 
 
-def measure_model(model: Model, device: torch.device, all_tokens: Sequence[int]) -> Iterator[Row]:
+def measure_model(
+    model: Model, kind: Format, device: torch.device, all_tokens: Sequence[int], folder: Path | None
+) -> Iterator[Row]:
     """Only this model's weights are held."""
     for skewed in (False, True):
-        weights = [Weights.random(model, device, skewed=skewed) for _ in range(NUM_COPIES)]
+        weights = [Weights.random(model, kind, device, skewed=skewed) for _ in range(NUM_COPIES)]
         for tokens in all_tokens:
-            yield measure(model, tokens, device, weights, "skewed" if skewed else "balanced")
+            yield measure(model, kind, tokens, device, weights, "skewed" if skewed else "random", folder)
         del weights
+        torch.cuda.empty_cache()
 
 
 def main() -> int:
     """Measures and writes the results, those of each model as soon as they are there."""
     device = torch.device("cuda")
-    many = sys.argv[1:] == ["many"]
-    if not many:
-        compile_all()
+    options = parse_peers(__doc__, sys.argv[1:], "many")
+    all_tokens = MANY_TOKENS if options.what else TOKENS
+    compile_all(all_tokens, options.peers)
     rows = []
-    for model in MODELS:
-        for row in measure_model(model, device, MANY_TOKENS if many else TOKENS):
+    for model, kind in CASES:
+        for row in measure_model(model, kind, device, all_tokens, options.peers):
             rows.append(row)
-            parts = ", ".join(f"{name} {value:.1f}" for name, value in row.bounds.items())
-            best = min(row.peers.values())
-            sys.stdout.write(f"{row.case}: {row.ours_us:.1f} us, floor {row.floor_us:.1f}; {parts}; peer {best:.1f}\n")
+            others = ", ".join(f"{name} {value:.1f}" for name, value in {**row.peers, **row.bounds}.items())
+            unrun = "".join(f"; {name} not run: {why}" for name, why in row.not_run.items())
+            share = 100 * (row.floor_us or 0) / row.ours_us
+            sys.stdout.write(f"{row.case}: {row.library} {row.ours_us:.1f} us, {share:.0f} %; {others}{unrun}\n")
             sys.stdout.flush()
-        write_results("bench_moe_many" if many else "bench_moe", rows, device=device)
+        write_results("bench_moe_many" if options.what else "bench_moe", rows, device=device)
     return 0
 
 
