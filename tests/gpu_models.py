@@ -30,6 +30,9 @@ _EXPERTS: Mapping[str, Any] = MappingProxyType({"intermediate_size": 192, "moe_i
 REAL_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": {},
+        "mistral": {**_GROUPED, "intermediate_size": 192, "sliding_window": 24},
+        "qwen2": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 192},
+        "qwen3": {**_GROUPED, "intermediate_size": 192},
         "qwen3-moe": {**_GROUPED, **_EXPERTS, "num_experts": 16, "num_experts_per_tok": 4},
         "mixtral": {**_GROUPED, "intermediate_size": 64, "num_local_experts": 8},
         "minimax-m2": {**_GROUPED, "intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
