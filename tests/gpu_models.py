@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dist_infer.checkpoint.folder import open_model_folder
-from dist_infer.comm.collectives import SingleCollectives
-from dist_infer.comm.mesh import Mesh, split_heads
+from dist_infer.comm.collectives import Collectives, SingleCollectives
+from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture
 from dist_infer.models.decoder import Decoder
@@ -50,29 +50,46 @@ def make_real_shaped(folder: Path, family: str) -> Path:
     return make_tiny(folder, family, std=0.08, **REAL_SHAPES[family])
 
 
-def make_cut_step_runner(folder: Path, config: SchedulerConfig, *, graph_sizes: Sequence[int]) -> StepRunner:
-    """Of the model in config.json, cut to its first two layers, in bfloat16 with dummy weights."""
+def make_cut_step_runner(
+    folder: Path,
+    config: SchedulerConfig,
+    *,
+    graph_sizes: Sequence[int],
+    mesh: Mesh | None = None,
+    tp: Collectives | None = None,
+    world: Collectives | None = None,
+) -> StepRunner:
+    """Of the model in config.json, cut to its first two layers, in bfloat16 with dummy weights.
+
+    Ranks: collective over the world, if there is one.
+    """
     whole = open_model_folder(folder, weights=False)
     cut = replace(whole, config={**whole.config, "num_hidden_layers": 2})
     device = torch.device("cuda", torch.cuda.current_device())
-    plan = plan_shard(cut, Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
-    shard = load_shard(plan, SingleCollectives(), dummy_seed=0, on_tensor=lambda _: None)
-    return make_step_runner(shard.model, config, torch.bfloat16, graph_sizes=graph_sizes)
+    plan = plan_shard(cut, mesh or Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
+    shard = load_shard(plan, tp or SingleCollectives(), world=world, dummy_seed=0, on_tensor=lambda _: None)
+    return _captured(shard.model, config, torch.bfloat16, graph_sizes, plan.heads, shard.tp)
 
 
 def make_step_runner(
     model: Decoder, config: SchedulerConfig, dtype: torch.dtype, *, graph_sizes: Sequence[int] = ()
 ) -> StepRunner:
     """A step runner of one rank on the GPU, with captured graphs of these sizes."""
+    heads = split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0)
+    return _captured(model, config, dtype, graph_sizes, heads, SingleCollectives())
+
+
+def _captured(
+    model: Decoder,
+    config: SchedulerConfig,
+    dtype: torch.dtype,
+    graph_sizes: Sequence[int],
+    heads: HeadShard,
+    tp: Collectives,
+) -> StepRunner:
     device = torch.device("cuda", torch.cuda.current_device())
     step_runner = build_step_runner(
-        model,
-        config,
-        heads=split_heads(model.config.num_heads, model.config.num_kv_heads, 1, 0),
-        tp=SingleCollectives(),
-        dtype=dtype,
-        device=device,
-        graph_sizes=graph_sizes,
+        model, config, heads=heads, tp=tp, dtype=dtype, device=device, graph_sizes=graph_sizes
     )
     step_runner.capture(CudaCapture(device))
     return step_runner

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from dist_infer.comm.agreement import NO_TOKENS, Decision, Record, decide
-from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh
 from dist_infer.config import SchedulerConfig
 from dist_infer.scheduler import Scheduler, batch_digest
@@ -52,14 +52,14 @@ class StepLoop:
             self._launch(batch, prepared, alone(batch, self.step_runner.graph_bucket(batch)))
         self._collect(self.config.depth if batch is not None else 0)
 
-    def step_with(self, mesh: Mesh, world: Collectives) -> Decision:
-        """One step together with the other ranks: what their table decides.
+    def step_with(self, mesh: Mesh, gather: Callable[[Tensor], Tensor]) -> Decision:
+        """One step together with the other ranks: what the table that `gather` makes of their records decides.
 
         Ranks: collective over the world.
         """
         batch = self.scheduler.schedule()
         prepared = None if batch is None else self.step_runner.prepare(batch)
-        table = world.all_gather(torch.from_numpy(self._record(batch).encode())[None]).numpy()
+        table = gather(torch.from_numpy(self._record(batch).encode())[None]).numpy()
         decision = decide(table, mesh=mesh, depth=1, was_launched=True, drain=False, end_of_input=False)
         assert not decision.leave_now, decision.fault
         if decision.launched:

@@ -1,10 +1,16 @@
-"""Two ranks with a GPU each: logits and tokens of every layout as those of one GPU, eager and as graphs."""
+"""Two ranks with a GPU each: logits and tokens of every layout as those of one GPU, eager and as graphs.
 
+And after the warm-up no step waits for a kernel to be compiled.
+"""
+
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,15 +21,18 @@ from dist_infer.comm.expert_peers import ExpertCollectives
 from dist_infer.comm.mesh import Mesh, split_heads, split_sizes
 from dist_infer.comm.peer_collectives import PeerCollectives, open_peer_axes
 from dist_infer.config import SchedulerConfig
-from dist_infer.graphs import CudaCapture
+from dist_infer.graphs import CudaCapture, default_sizes
 from dist_infer.kernels.dispatch import Target
 from dist_infer.launch.world import World
+from dist_infer.layers.moe import moe_geometry
 from dist_infer.models.registry import build_model, parse_config
-from dist_infer.step_runner import StepRunner, build_step_runner
-from dist_infer.types import Batch, BatchKind
+from dist_infer.step_runner import SampledIds, StepRunner, build_step_runner
+from dist_infer.types import Batch, BatchKind, Request, SamplingParams
+from dist_infer.warmup import warm_up
 from tests.batches import Part, make_batch
-from tests.gpu_models import make_real_shaped
-from tests.step_loop import alone
+from tests.gpu_models import MODELS, make_cut_step_runner, make_real_shaped
+from tests.late_compiles import noted_compiles
+from tests.step_loop import StepLoop, alone
 from tests.tiny_models import fill, read_config, safetensors_torch
 
 pytestmark = [
@@ -59,14 +68,27 @@ class Place:
 
 
 @contextmanager
-def opened(world: World, *, dp: int, ep: int, by_peers: bool) -> Iterator[Place]:
+def opened(
+    world: World,
+    *,
+    dp: int,
+    ep: int,
+    by_peers: bool,
+    dtype: torch.dtype = torch.float32,
+    max_tokens: int = 64,
+    max_seqs: int = 4,
+    hidden: int = 256,
+    top_k: int = 4,
+) -> Iterator[Place]:
     """The collectives of a layout. Ranks: collective over the world."""
     mesh = Mesh.create(world=2, rank=world.rank, dp=dp, ep=ep)
     axes = world.communicators(mesh)
     place = Place(mesh, axes.tp, axes.world)
     if by_peers:
-        target = Target(device=world.device, dtype=torch.float32)
-        tp, everyone = open_peer_axes(axes, mesh, target, max_tokens=64, max_seqs=4, hidden=256, top_k=4)
+        target = Target(device=world.device, dtype=dtype)
+        tp, everyone = open_peer_axes(
+            axes, mesh, target, max_tokens=max_tokens, max_seqs=max_seqs, hidden=hidden, top_k=top_k
+        )
         assert isinstance(tp, PeerCollectives) if dp == 1 else isinstance(everyone, ExpertCollectives)
         place = Place(mesh, tp, everyone)
     yield place
@@ -183,3 +205,63 @@ def test_logits_are_those_of_one_gpu(
                 if logits is not None and expected is not None:
                     compare(logits, expected)
         del runners
+
+
+def wait(tokens: SampledIds) -> None:
+    while not tokens.ready():
+        time.sleep(1e-5)
+
+
+def requests_of(group: int, longest: int) -> list[Request]:
+    """Prompts of all lengths, and tokens chosen in all ways; each group has its own."""
+    random = np.random.default_rng(group)
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.9}, {"presence_penalty": 0.4}]
+    return [
+        Request(
+            request_id=idx,
+            prompt_ids=tuple(random.integers(1000, size=int(2 ** random.uniform(0, np.log2(longest)))).tolist()),
+            sampling=SamplingParams(max_tokens=int(random.integers(1, 30)), seed=idx, **ways[idx % len(ways)]),
+        )
+        for idx in range(60)
+    ]
+
+
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.parametrize(
+    ("name", "dp"), [("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2), ("deepseek-v2-lite", 1), ("deepseek-v2-lite", 2)]
+)
+def test_nothing_is_compiled_late_in_real_sizes(world: World, name: str, dp: int) -> None:
+    """Of two layers, experts dealt to both ranks."""
+    config = replace(CONFIG, max_model_len=2048, max_num_seqs=32, max_num_tokens=1024, num_kv_blocks=600)
+    geometry = parse_config(read_config(MODELS / name))
+    with opened(
+        world,
+        dp=dp,
+        ep=2,
+        by_peers=True,
+        dtype=torch.bfloat16,
+        max_tokens=config.max_num_tokens,
+        max_seqs=config.max_num_seqs,
+        hidden=geometry.hidden_size,
+        top_k=moe_geometry(geometry).top_k,
+    ) as place:
+        step_runner = make_cut_step_runner(
+            MODELS / name,
+            config,
+            graph_sizes=default_sizes(config.max_num_seqs),
+            mesh=place.mesh,
+            tp=place.tp,
+            world=place.world,
+        )
+        warm_up(step_runner, config, world_size=2, on_progress=lambda _: None)
+        loop = StepLoop(step_runner, config, wait)
+        loop.admit(requests_of(place.mesh.dp_rank, 1500))
+        num_idle = 0
+        with noted_compiles() as late:
+            while num_idle < 2:  # behind one there may be tokens to go on with
+                decision = loop.step_with(place.mesh, lambda record: place.world.all_gather(record.cuda()).cpu())
+                num_idle = 0 if decision.launched else num_idle + 1
+        kinds = set(loop.kinds)
+        del step_runner, loop
+    assert not late, "\n".join(dict.fromkeys(late))
+    assert kinds == {BatchKind.PREFILL, BatchKind.EXTEND, BatchKind.DECODE}

@@ -174,7 +174,7 @@ def test_ranks_replay_one_size_or_all_go_eager(folders: dict[str, Path], world: 
                 loop.admit(waiting[mesh.dp_rank])
             else:
                 loop.admit([*waiting[0], *waiting[1]])
-            decision = loop.step_with(mesh, everybody)
+            decision = loop.step_with(mesh, everybody.all_gather)
             buckets.append(decision.graph_bucket)
         return loop.tokens, buckets
 
