@@ -13,6 +13,7 @@ from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import HeadShard, Mesh, split_heads
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import CudaCapture
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.models.decoder import Decoder
 from dist_infer.shard import load_shard, plan_shard
 from dist_infer.step_runner import StepRunner, build_step_runner
@@ -58,8 +59,9 @@ def make_cut_step_runner(
     mesh: Mesh | None = None,
     tp: Collectives | None = None,
     world: Collectives | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> StepRunner:
-    """Of the model in config.json, cut to its first two layers, in bfloat16 with dummy weights.
+    """Of the model in config.json, cut to its first two layers, in bfloat16 with dummy weights, maybe quantised.
 
     Ranks: collective over the world, if there is one.
     """
@@ -67,7 +69,14 @@ def make_cut_step_runner(
     cut = replace(whole, config={**whole.config, "num_hidden_layers": 2})
     device = torch.device("cuda", torch.cuda.current_device())
     plan = plan_shard(cut, mesh or Mesh.create(world=1, rank=0), dtype="bfloat16", device=device)
-    shard = load_shard(plan, tp or SingleCollectives(), world=world, dummy_seed=0, on_tensor=lambda _: None)
+    shard = load_shard(
+        plan,
+        tp or SingleCollectives(),
+        world=world,
+        weight_format=weight_format,
+        dummy_seed=0,
+        on_tensor=lambda _: None,
+    )
     return _captured(shard.model, config, torch.bfloat16, graph_sizes, plan.heads, shard.tp)
 
 

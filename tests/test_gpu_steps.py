@@ -17,6 +17,7 @@ from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.mesh import Mesh, split_heads, split_sizes
 from dist_infer.config import SchedulerConfig
 from dist_infer.graphs import default_sizes
+from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import KVCache
 from dist_infer.models.decoder import Decoder
 from dist_infer.models.registry import build_model, parse_config
@@ -297,11 +298,18 @@ def test_nothing_is_compiled_once_the_warm_up_is_over(folder: Path, dtype: torch
     assert not late, "\n".join(dict.fromkeys(late))
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
-def test_nothing_is_compiled_late_in_real_sizes(name: str) -> None:
-    """Of every layer but two of each kind; kernels have tiles by the sizes of matrices and vocabulary."""
+@pytest.mark.parametrize(
+    ("name", "weight_format"),
+    [
+        *((path.name, None) for path in sorted(MODELS.iterdir())),
+        *((name, weight_format) for name in ("llama-3-8b", "qwen3-30b-a3b") for weight_format in WeightFormat),
+    ],
+)
+def test_nothing_is_compiled_late_in_real_sizes(name: str, weight_format: WeightFormat | None) -> None:
+    """Of two layers; kernels have tiles by the sizes of matrices and vocabulary."""
     config = replace(CONFIG, max_model_len=4096, max_num_seqs=128, max_num_tokens=4096, num_kv_blocks=600)
-    step_runner = make_cut_step_runner(MODELS / name, config, graph_sizes=default_sizes(config.max_num_seqs))
+    sizes = default_sizes(config.max_num_seqs)
+    step_runner = make_cut_step_runner(MODELS / name, config, graph_sizes=sizes, weight_format=weight_format)
     warm_up(step_runner, config, world_size=1, on_progress=lambda _: None)
     with noted_compiles() as late:
         serve_anything(step_runner, config)
