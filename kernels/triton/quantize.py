@@ -13,6 +13,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.reference.quantize import quantize as reference_quantize
 from dist_infer.kernels.triton import number_formats
+from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 ELEMENTS, NUM_WARPS = 1024, 2  # of a program
 TILE_BLOCKS = 16  # of each row of a tile
@@ -35,8 +36,17 @@ def load_blocks(x, block, is_real, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr
 
 @triton.jit
 def quantize_blocks(
-    x, data, scales, scale, num_rows, WIDTH: tl.constexpr, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr
+    x,
+    data,
+    scales,
+    scale,
+    num_rows,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     program = tl.program_id(0)
     BLOCK: tl.constexpr = number_formats.block_len(FORMAT)
     BLOCKS_PER_ROW: tl.constexpr = WIDTH // BLOCK
@@ -55,11 +65,22 @@ def quantize_blocks(
 
 
 @triton.jit
-def quantize_tiles(x, data, scales, scale, num_rows, WIDTH: tl.constexpr, FORMAT: tl.constexpr, BLOCKS: tl.constexpr):
+def quantize_tiles(
+    x,
+    data,
+    scales,
+    scale,
+    num_rows,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Eight rows whose swizzled scales stand side by side: m and m + 1, and those 32, 64 and 96 below; BLOCKS of each.
 
     So a program stores whole sectors of 32 scales, zeros for rows that don't exist.
     """
+    wait_for_inputs(OVERLAP)
     BLOCK: tl.constexpr = number_formats.block_len(FORMAT)
     BLOCKS_PER_ROW: tl.constexpr = WIDTH // BLOCK
     NUM_BLOCKS: tl.constexpr = 8 * BLOCKS
@@ -83,14 +104,16 @@ def quantize_tiles(x, data, scales, scale, num_rows, WIDTH: tl.constexpr, FORMAT
 
 
 @triton.jit
-def quantize_elements(x, data, scale, total, ELEMENTS: tl.constexpr):
+def quantize_elements(x, data, scale, total, ELEMENTS: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     values = tl.load(x + at, mask=at < total, other=0.0)
     tl.store(data + at, number_formats.encode_fp8(values, scale), mask=at < total)
 
 
 @triton.jit
-def quantize_rows(x, data, scales, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def quantize_rows(x, data, scales, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     values = tl.load(x + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -114,13 +137,13 @@ def quantize(x: Tensor, out: QuantizedTensor) -> None:
     if isinstance(out, Fp8Tensor) and out.scaling is Fp8Scaling.TENSOR:
         elements = 2 * ELEMENTS
         quantize_elements[(triton.cdiv(x.numel(), elements),)](
-            x, out.data, out.scales, x.numel(), ELEMENTS=elements, num_warps=2 * NUM_WARPS
+            x, out.data, out.scales, x.numel(), ELEMENTS=elements, num_warps=2 * NUM_WARPS, **overlapping(x)
         )
         return
     if isinstance(out, Fp8Tensor) and out.scaling is Fp8Scaling.ROWS:
         tile = triton.next_power_of_2(width)
         num_warps = min(16, max(1, tile // 512))
-        quantize_rows[(rows,)](x, out.data, out.scales, WIDTH=width, TILE=tile, num_warps=num_warps)
+        quantize_rows[(rows,)](x, out.data, out.scales, WIDTH=width, TILE=tile, num_warps=num_warps, **overlapping(x))
         return
     name, block, swizzled = kernel_format(out)
     scale = out.global_scale if isinstance(out, Nvfp4Tensor) else None
@@ -128,14 +151,32 @@ def quantize(x: Tensor, out: QuantizedTensor) -> None:
         grid = (triton.cdiv(rows, 128) * 16 * triton.cdiv(width // block, TILE_BLOCKS),)
         num_warps = TILE_BLOCKS * block // 128 if name == "nvfp4" else TILE_BLOCKS * block // 64
         quantize_tiles[grid](
-            x, out.data, out.scales, scale, rows, WIDTH=width, FORMAT=name, BLOCKS=TILE_BLOCKS, num_warps=num_warps
+            x,
+            out.data,
+            out.scales,
+            scale,
+            rows,
+            WIDTH=width,
+            FORMAT=name,
+            BLOCKS=TILE_BLOCKS,
+            num_warps=num_warps,
+            **overlapping(x),
         )
         return
     num_blocks = ELEMENTS // block
     num_zeroing = number_formats.num_zeroing_programs(rows, width // block, swizzled=swizzled)
     grid = (triton.cdiv(rows * (width // block), num_blocks) + num_zeroing,)
     quantize_blocks[grid](
-        x, out.data, out.scales, scale, rows, WIDTH=width, FORMAT=name, NUM_BLOCKS=num_blocks, num_warps=NUM_WARPS
+        x,
+        out.data,
+        out.scales,
+        scale,
+        rows,
+        WIDTH=width,
+        FORMAT=name,
+        NUM_BLOCKS=num_blocks,
+        num_warps=NUM_WARPS,
+        **overlapping(x),
     )
 
 

@@ -382,7 +382,7 @@ def test_an_epilogue_that_owns_a_head_gives_the_bytes_of_a_quantiser(device: str
 def test_compiles_for_hopper_with_wide_accesses(kernel: str, name: str, num_warps: int) -> None:
     data = "*u8" if name.startswith("nvfp4") else "*fp8e4nv"
     types = {"x": "*bf16", "data": data, "scales": "*fp32" if name == "fp8_block128" else "*u8", "num_rows": "i32"}
-    constants = {"WIDTH": 6144, "FORMAT": name, "scale": None}
+    constants = {"WIDTH": 6144, "FORMAT": name, "scale": None, "OVERLAP": True}
     if kernel == "quantize_tiles":
         constants["BLOCKS"] = triton_quantize.TILE_BLOCKS
     else:
