@@ -158,14 +158,15 @@ class Ours:
     @classmethod
     def on(cls, device: torch.device, model: Model, kind: Format, rows: int, order: str = "") -> "Ours":
         sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
+        step = {"pairs": rows * model.method.top_k}
         target = Target(device=device, dtype=_DTYPE, geometry=sizes)
         found: Library[Any]
         if kind == "fp8":
             libraries = quantized_experts.LIBRARIES[WeightFormat.FP8_BLOCK]
-            found = select("quantized_experts", libraries, target, {"quantized_experts": order}).pick({"rows": rows})
+            found = select("quantized_experts", libraries, target, {"quantized_experts": order}).pick(step)
         else:
             orders = {"moe_experts": order}
-            found = select("moe_experts", moe_experts.LIBRARIES, target, orders).pick({"rows": rows})
+            found = select("moe_experts", moe_experts.LIBRARIES, target, orders).pick(step)
         function: Any = found.function
         return cls(
             model=model,

@@ -1,7 +1,7 @@
 """How a layer chooses: by a user's order, by what was measured, or by the op's own order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Generic, TypeVar
 
@@ -30,6 +30,31 @@ def select(
     Errors: UsageError for a malformed order, and when none can run.
     """
     return resolve(op, libraries, target, order_of(orders, op, phase), phase=phase, measured=(*tuned, *MEASURED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedSelection(Generic[F]):
+    """The libraries of an op, from which a layer picks by a size of its step: each size once."""
+
+    selection: Selection[F]
+    size: str
+    on_choice: Callable[[str], None]
+    _picked: dict[int, Library[F]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def pick(self, value: int) -> Library[F]:
+        """The library for this size. One that wasn't told of yet is.
+
+        Errors: UsageError with every reason when there is none.
+        """
+        if value not in self._picked:
+            sizes = {self.size: value}
+            library = self.selection.pick(sizes)
+            self._picked[value] = library
+            if library.name not in self._told:
+                self._told.add(library.name)
+                self.on_choice(self.selection.explain(sizes))
+        return self._picked[value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

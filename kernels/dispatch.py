@@ -6,9 +6,9 @@ call). Reasons are kept, so that `Selection.explain` can say why a library was p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -96,7 +96,8 @@ class Library(Generic[F]):
     `default=False` is used only when an order names it. One that is `graph_safe` can be captured in a CUDA graph: it
     reads sizes from the device, never waits for it, and takes the host's copies as upper bounds. One with `prepare`
     is fast on weights that went through it, once, when they had been loaded. `phases` are those that it has, of an op
-    that has any.
+    that has any. `tactics` are ways that its function can be told to take, as options, instead of its own choice: they
+    differ in speed, and in the order of sums.
     """
 
     name: str
@@ -107,6 +108,12 @@ class Library(Generic[F]):
     graph_safe: bool = False
     prepare: Callable[[Any], Any] | None = None
     phases: tuple[Phase, ...] = tuple(Phase)
+    tactics: tuple[Mapping[str, int], ...] = ()
+
+    def told(self, tactic: Mapping[str, int]) -> "Library[F]":
+        """The same, and its function takes that way."""
+        function: Any = partial(self.function, **tactic)
+        return replace(self, function=function, tactics=()) if tactic else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,37 +134,49 @@ class Selection(Generic[F]):
 
         Errors: UsageError with every reason when there is none.
         """
-        for library in self._ordered(sizes):
+        entry = self._entry(sizes)
+        for library in self._ordered(entry):
             if library.supports(sizes) is None:
-                return library
+                return library.told(entry.tactic) if entry is not None and _tells(entry, library) else library
         raise UsageError(f"no library can run {self.op}: {self.explain(sizes)}")
 
-    def _ordered(self, sizes: Sizes) -> tuple[Library[F], ...]:
-        if not self.measured:
+    def _ordered(self, entry: Measured | None) -> Sequence[Library[F]]:
+        if entry is None:
             return self.libraries
-        fastest = self._fastest(sizes)
-        return tuple(sorted(self.libraries, key=lambda library: library.name != fastest))
+        return sorted(self.libraries, key=lambda library: library.name != entry.library)
 
-    def _fastest(self, sizes: Sizes) -> str | None:
-        """As measured, where it was."""
+    def _entry(self, sizes: Sizes) -> Measured | None:
+        """What was measured for these sizes."""
         known = {**self.geometry, **sizes}
-        return next((entry.library for entry in self.measured if entry.holds(known)), None)
+        return next((entry for entry in self.measured if entry.holds(known)), None)
 
     def explain(self, sizes: Sizes = _NO_SIZES) -> str:
         """One line: the choice for these sizes, then every library passed over with its reason."""
         chosen: str | None = None
         notes = [f"{name} rejected ({reason})" for name, reason in self.rejected]
-        for library in self._ordered(sizes):
+        entry = self._entry(sizes)
+        for library in self._ordered(entry):
             reason = library.supports(sizes)
             if reason is not None:
                 notes.append(f"{library.name} rejected ({reason})")
             elif chosen is None:
                 chosen = library.name
+                if entry is not None and entry.library == chosen:
+                    tactic = entry.tactic if _tells(entry, library) else {}
+                    notes.insert(0, ", ".join(["the fastest that was measured", *spell(tactic)]))
             else:
                 notes.append(f"{library.name} comes later")
-        if chosen is not None and chosen == self._fastest(sizes):
-            notes.insert(0, "the fastest that was measured")
         return "; ".join([f"{self.op}: {chosen or 'none'}", *notes])
+
+
+def spell(tactic: Mapping[str, int]) -> list[str]:
+    """For people."""
+    return [f"{name} {value}" for name, value in tactic.items()]
+
+
+def _tells(entry: Measured, library: Library[F]) -> bool:
+    """The entry names a way that the library has; one of another version may be gone."""
+    return entry.library == library.name and dict(entry.tactic) in map(dict, library.tactics)
 
 
 def resolve(

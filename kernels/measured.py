@@ -1,14 +1,15 @@
 """Which library was the fastest where: the form of the data, which stands with its figures in *_measured.py."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """On `device`, `library` was the fastest of `op` (with its phase) for all sizes in these ranges.
 
-    `figures` are what was measured, and where they are kept. Sizes are those of the layer's geometry and of a step.
+    With a `tactic` it is so when its function is told that (see dispatch.Library). `figures` are what was measured, and
+    where they are kept. Sizes are those of the layer's geometry and of a step.
     """
 
     device: str
@@ -16,6 +17,7 @@ class Measured:
     library: str
     sizes: Mapping[str, range]
     figures: str
+    tactic: Mapping[str, int] = field(default_factory=dict)
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """All sizes that this entry names are known and in its ranges."""

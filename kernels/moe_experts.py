@@ -18,6 +18,7 @@ MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor
 ExpertOutputsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
 
 _CUTE_CHANNELS, _CUTE_EXPERTS = 64, 256
+_TRITON_TACTICS = tuple({"tiles": place} for place in range(4))
 
 
 def _on_sizes_of_cute(target: Target) -> str | None:
@@ -35,6 +36,7 @@ LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
         function=deferred("dist_infer.kernels.triton.moe_experts", "moe_experts"),
         is_available=on_triton,
         graph_safe=True,
+        tactics=_TRITON_TACTICS,
     ),
     Library(
         name="cute",
@@ -50,6 +52,7 @@ OUTPUTS_LIBRARIES: tuple[Library[ExpertOutputsFunction], ...] = (
         function=deferred("dist_infer.kernels.triton.moe_experts", "expert_outputs"),
         is_available=on_triton,
         graph_safe=True,
+        tactics=_TRITON_TACTICS,
     ),
     Library(
         name="cute",

@@ -8,27 +8,50 @@ S sequences of one query each, N heads, L latent, R rotated, P plain and V value
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.dispatch import Library, Phase, Target, resolve
+from dist_infer.kernels.dispatch import Library, Phase, Target, resolve, spell
 from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
+
+F = TypeVar("F", bound=Callable[..., object])
 
 OP = "mla_attention"
 NUM_SEQS = (1, 2, 4, 8, 16, 32, 64, 128)  # a batch takes the entry of the next larger one
 CONTEXTS = (1024, 4096)
-SCHEMA = 1
+SCHEMA = 2
 _LATENT, _ROTATED, _PLAIN, _VALUE = 512, 64, 128, 128  # of DeepSeek-V2 and V3
 _PAGE = 64
 _NUM_CALLS = 12
 _NUM_SAMPLES = 7
+_MARGIN = 1.02
 
 Time = Callable[[Callable[[], object]], float]  # microseconds of a call
+
+
+@dataclass(frozen=True, slots=True)
+class Way(Generic[F]):
+    """A library, and how it is told to go."""
+
+    library: Library[F]
+    tactic: Mapping[str, int]
+
+    @property
+    def label(self) -> str:
+        """For people, and different from that of any other way."""
+        return " ".join([self.library.name, *spell(self.tactic)])
+
+
+def ways_of(libraries: Sequence[Library[F]]) -> list[Way[F]]:
+    """Each library as it chooses for itself, then as it can be told to go."""
+    own = [Way(library, {}) for library in libraries]
+    return own + [Way(library, tactic) for library in libraries for tactic in library.tactics]
 
 
 def measure_attention(
@@ -49,16 +72,19 @@ def measure_attention(
         geometry = _geometry(count, target.dtype)
         own = Target(device=target.device, dtype=target.dtype, geometry=geometry)
         able = resolve(OP, libraries, own, phase=Phase.GENERATION).libraries
-        able = tuple(library for library in able if library.graph_safe) or able  # a step of decodes is captured
+        ways = ways_of(tuple(library for library in able if library.graph_safe) or able)  # steps are captured
         times: list[tuple[int, dict[str, float]]] = []
         for seqs in num_seqs:
             on_progress(f"{count} heads, {seqs} sequences")
-            of_library = dict.fromkeys((library.name for library in able), 0.0)
+            of_way = dict.fromkeys((way.label for way in ways), 0.0)
             for context in contexts:
-                for library in able:
-                    of_library[library.name] += time_us(_call(library, cache, count, seqs, context))
-            times.append((seqs, of_library))
-        found += entries(target.device_name, count, geometry, times, contexts)
+                for way in ways:
+                    library = way.library.told(way.tactic)
+                    of_way[way.label] += time_us(_call(library, cache, count, seqs, context))
+            times.append((seqs, of_way))
+        sizes = {name: range(geometry[name], geometry[name] + 1) for name in ("heads", "cache_bytes")}
+        figures = f"us, sum over contexts of {', '.join(map(str, contexts))}"
+        found += entries(target.device_name, f"{OP}.{Phase.GENERATION}", ways, sizes, "seqs", times, figures)
     return found
 
 
@@ -93,34 +119,40 @@ def _call(library: Library[PlanFunction], cache: Tensor, heads: int, seqs: int, 
 
 def entries(
     device: str,
-    heads: int,
-    geometry: Mapping[str, int],
+    op: str,
+    ways: Sequence[Way[F]],
+    sizes: Mapping[str, range],
+    bucket: str,
     times: Sequence[tuple[int, Mapping[str, float]]],
-    contexts: Sequence[int],
+    figures: str,
 ) -> list[Measured]:
-    """Neighbours with the same fastest library are one entry. `times`: (sequences, microseconds by library), rising."""
+    """Neighbours with the same fastest way are one entry. `times`: (size of the bucket, microseconds by way), rising.
+
+    A library is told what to do only where that gains more than times scatter.
+    """
     found: list[Measured] = []
+    of_label = {way.label: way for way in ways}
+
+    def fastest_of(of_way: Mapping[str, float]) -> str:
+        return min(of_way, key=lambda label: of_way[label] * (_MARGIN if of_label[label].tactic else 1))
+
     first = 1
-    for idx, (seqs, of_library) in enumerate(times):
-        fastest = min(of_library, key=lambda name: of_library[name])
-        later = times[idx + 1][1] if idx + 1 < len(times) else {}
-        if later and min(later, key=lambda name: later[name]) == fastest:
+    for idx, (last, of_way) in enumerate(times):
+        fastest = fastest_of(of_way)
+        if idx + 1 < len(times) and fastest_of(times[idx + 1][1]) == fastest:
             continue
-        shown = ", ".join(f"{name} {time:.1f}" for name, time in of_library.items())
+        shown = ", ".join(f"{label} {time:.1f}" for label, time in of_way.items())
         found.append(
             Measured(
                 device=device,
-                op=f"{OP}.{Phase.GENERATION}",
-                library=fastest,
-                sizes={
-                    "heads": range(heads, heads + 1),
-                    "seqs": range(first, seqs + 1),
-                    "cache_bytes": range(geometry["cache_bytes"], geometry["cache_bytes"] + 1),
-                },
-                figures=f"us, sum over contexts of {', '.join(map(str, contexts))} at {seqs} sequences: {shown}",
+                op=op,
+                library=of_label[fastest].library.name,
+                tactic=of_label[fastest].tactic,
+                sizes={**sizes, bucket: range(first, last + 1)},
+                figures=f"{figures} at {last} {bucket}: {shown}",
             )
         )
-        first = seqs + 1
+        first = last + 1
     return found
 
 
@@ -160,13 +192,16 @@ def from_json(text: str, versions: Mapping[str, str]) -> list[Measured]:
     """Errors: ValueError for what is no such file, and for one of other versions."""
     try:
         fields = json.loads(text)
-        if fields["schema"] != SCHEMA or fields["versions"] != dict(versions):
+        if fields["schema"] != SCHEMA:
+            raise ValueError(f"it has another form, {fields['schema']} instead of {SCHEMA}")
+        if fields["versions"] != dict(versions):
             raise ValueError(f"it was made with {fields['versions']}, this is {dict(versions)}")
         return [
             Measured(
                 device=str(entry["device"]),
                 op=str(entry["op"]),
                 library=str(entry["library"]),
+                tactic={str(name): int(value) for name, value in entry["tactic"].items()},
                 sizes={str(name): range(int(start), int(stop)) for name, (start, stop) in entry["sizes"].items()},
                 figures=str(entry["figures"]),
             )

@@ -12,7 +12,7 @@ from dist_infer.errors import UsageError
 
 def tune(
     what: Annotated[
-        Literal["all-reduce", "attention"], typer.Argument(help="What to measure.", show_default=True)
+        Literal["all-reduce", "attention", "moe"], typer.Argument(help="What to measure.", show_default=True)
     ] = "all-reduce",
     hidden: Annotated[
         str, typer.Option("--hidden", metavar="SIZES", help="Hidden sizes to measure, with commas between them.")
@@ -26,24 +26,36 @@ def tune(
         str,
         typer.Option("--heads", metavar="COUNTS", help="Query heads of a rank to measure, with commas between them."),
     ] = "16,128",
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers",
+            metavar="SIZES",
+            help="Layers of experts: those that a rank holds x experts a token x hidden size x channels held of each.",
+        ),
+    ] = "128x8x2048x768,64x6x2048x1408",
 ) -> int:
-    """Measure what a choice depends on: ways of an all-reduce between the GPUs of this launch, or libraries of latent
-    attention's decode on a GPU.
+    """Measure what a choice depends on: ways of an all-reduce between the GPUs of this launch, or on one GPU libraries
+    of latent attention's decode or of experts, and what they are told.
 
     \b
     mpirun -n 2 dist-infer tune -o comm/all_reduce_measured.py
     dist-infer tune attention --heads 16
+    dist-infer tune moe --layers 128x8x2048x768
 
     The table of an all-reduce is written; entries of other devices and other numbers of ranks stay as they are in it.
-    That of attention is kept in the cache folder, where jobs find it: nothing is ever tuned while a job runs.
+    The others are kept in the cache folder, where jobs find them: nothing is ever tuned while a job runs.
     """
-    if what == "attention":
-        counts = parse_heads(heads)
+    if what != "all-reduce":
+        counts, shapes = parse_heads(heads), parse_layers(layers)
         environment = Environment.read(os.environ)
         environment.export(os.environ)
-        from dist_infer.cli.kernel_tuning import tune_attention
+        from dist_infer.cli.kernel_tuning import tune_attention, tune_moe
+        from dist_infer.kernels.tune_moe import Layer
 
-        return int(tune_attention(counts, environment))
+        if what == "attention":
+            return int(tune_attention(counts, environment))
+        return int(tune_moe([Layer(*shape) for shape in shapes], environment))
     sizes = parse_sizes(hidden)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens {max_tokens}: at least one token is needed")
@@ -59,6 +71,20 @@ def parse_heads(text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 128 for word in words):
         raise UsageError(f"--heads {text}: numbers from 1 to 128 with commas between them are needed, as in 16,128")
     return tuple(int(word) for word in words)
+
+
+def parse_layers(text: str) -> tuple[tuple[int, int, int, int], ...]:
+    """(experts, experts a token, hidden size, channels) of each.
+
+    Errors: UsageError for what is no list of layers.
+    """
+    found = []
+    for word in text.split(","):
+        sizes = [int(size) for size in word.strip().split("x") if size.isascii() and size.isdigit()]
+        if word.strip().count("x") != 3 or len(sizes) != 4 or min(sizes) < 1 or sizes[1] > sizes[0]:
+            raise UsageError(f"--layers {text}: four numbers for each layer are needed, as in 128x8x2048x768")
+        found.append((sizes[0], sizes[1], sizes[2], sizes[3]))
+    return tuple(found)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -105,10 +105,10 @@ class Experts:
         if self._quantizer is not None:
             setup.on_loaded.append(self._quantize)
         elif self.unsummed:
-            self._outputs = setup.choose("moe_experts", experts_op.OUTPUTS_LIBRARIES, **sizes)
+            self._outputs = setup.choose_by_size("moe_experts", experts_op.OUTPUTS_LIBRARIES, "pairs", **sizes)
             self._finalize = setup.choose("moe_finalize", finalize_op.LIBRARIES, width=hidden_size)
         else:
-            self._library = setup.choose("moe_experts", experts_op.LIBRARIES, **sizes)
+            self._libraries = setup.choose_by_size("moe_experts", experts_op.LIBRARIES, "pairs", **sizes)
 
     def _quantize(self) -> int:
         """Replaces the weights by quantised ones; the bytes it freed."""
@@ -129,7 +129,8 @@ class Experts:
             return self._quantized(hidden, expert_ids, weights)
         if self.unsummed:
             return self.finalized(self.outputs(hidden, expert_ids, weights))
-        return experts_op.moe_experts(hidden, expert_ids, weights, self.gate_up, self.down, library=self._library)
+        library = self._libraries.pick(self._num_pairs(expert_ids))
+        return experts_op.moe_experts(hidden, expert_ids, weights, self.gate_up, self.down, library=library)
 
     def outputs(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> ExpertOutputs:
         """What the weighted sum is made of, where it is `unsummed`.
@@ -137,7 +138,12 @@ class Experts:
         Shapes: hidden [R, D], expert_ids and weights [R, K].
         Ranks: local.
         """
-        return experts_op.expert_outputs(hidden, expert_ids, weights, self.gate_up, self.down, library=self._outputs)
+        library = self._outputs.pick(self._num_pairs(expert_ids))
+        return experts_op.expert_outputs(hidden, expert_ids, weights, self.gate_up, self.down, library=library)
+
+    def _num_pairs(self, expert_ids: Tensor) -> int:
+        """That experts held here get of so many rows, if all experts get as many: what is known without the device."""
+        return expert_ids.numel() * len(self.held) // self._num_experts
 
     def finalized(self, outputs: ExpertOutputs) -> Tensor:
         """The sum over the experts of each row and the shared one.

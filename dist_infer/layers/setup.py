@@ -9,7 +9,7 @@ import torch
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.lane import Lane
 from dist_infer.comm.mesh import Mesh
-from dist_infer.kernels.choices import PhasedSelection, select, select_phases
+from dist_infer.kernels.choices import PhasedSelection, SizedSelection, select, select_phases
 from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target
 from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.scaled_linear import WeightFormat
@@ -82,6 +82,16 @@ class LayerSetup:
         if not library.graph_safe:
             self.graph_blockers.add(f"{op} by {library.name}")
         return library
+
+    def choose_by_size(self, op: str, libraries: Sequence[Library[F]], size: str, **geometry: int) -> SizedSelection[F]:
+        """What each step picks the library from, by one of its sizes."""
+        target = Target(device=self.device, dtype=self.dtype, geometry=geometry)
+        selection = select(op, libraries, target, self.kernel_orders, tuned=self.tuned)
+        sized = SizedSelection(selection=selection, size=size, on_choice=self.on_choice)
+        library = sized.pick(1)  # steps of few sequences are captured
+        if not library.graph_safe:
+            self.graph_blockers.add(f"{op} by {library.name}")
+        return sized
 
     def choose_phases(
         self, op: str, libraries: Sequence[Library[F]], *, sizes: Sizes, **geometry: int

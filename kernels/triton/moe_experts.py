@@ -22,15 +22,20 @@ def moe_experts(
     w_gate_up: Tensor,
     w_down: Tensor,
     activation: GatedActivation = GatedActivation.SILU,
+    *,
+    tiles: int | None = None,
 ) -> Tensor:
-    """See `dist_infer.kernels.moe_experts.moe_experts`. Ids that are no experts held count as -1."""
+    """See `dist_infer.kernels.moe_experts.moe_experts`. Ids that are no experts held count as -1.
+
+    `tiles` is a place in the list of moe_tiles; None: as measured on an H200, few pairs one by one.
+    """
     num_experts, width, inner = w_down.shape
     if 0 in (len(x), width, inner, num_experts, expert_ids.shape[1]):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     args = (x.contiguous(), expert_ids.contiguous(), weights.contiguous(), w_gate_up.contiguous(), w_down.contiguous())
-    if by_pair(expert_ids.numel(), num_experts):
+    if tiles is None and by_pair(expert_ids.numel(), num_experts):
         return experts_by_pair(*args, activation)
-    return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()), activation)
+    return experts_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size(), tiles), activation)
 
 
 def expert_outputs(
@@ -39,8 +44,10 @@ def expert_outputs(
     w_gate_up: Tensor,
     w_down: Tensor,
     activation: GatedActivation = GatedActivation.SILU,
+    *,
+    tiles: int | None = None,
 ) -> Tensor:
-    """See `dist_infer.kernels.moe_experts.expert_outputs`. Ids that are no experts held count as -1.
+    """See `dist_infer.kernels.moe_experts.expert_outputs`. Ids that are no experts held count as -1; `tiles` as above.
 
     Shapes: -> [R * K, D].
     """
@@ -48,9 +55,9 @@ def expert_outputs(
     if 0 in (len(x), width, inner, num_experts, expert_ids.shape[1]):
         return x.new_zeros(expert_ids.numel(), width)
     args = (x.contiguous(), expert_ids.contiguous(), w_gate_up.contiguous(), w_down.contiguous())
-    if by_pair(expert_ids.numel(), num_experts):
+    if tiles is None and by_pair(expert_ids.numel(), num_experts):
         return outputs_by_pair(*args, activation)
-    return outputs_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size()), activation)
+    return outputs_by_block(*args, tiles_for(expert_ids.numel(), num_experts, x.element_size(), tiles), activation)
 
 
 def by_pair(num_pairs: int, num_experts: int) -> bool:

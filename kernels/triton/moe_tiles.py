@@ -100,6 +100,12 @@ def _densest(choices: Sequence[Tiles], density: float) -> Tiles:
     return next(tiles for tiles in choices if density <= tiles.max_density)
 
 
-def tiles_for(num_pairs: int, num_experts: int, element_bytes: int) -> Tiles:
-    """The measured best for bfloat16 and float16 on an H200; what float32 gets is only known to fit."""
-    return _densest(HALF if element_bytes == 2 else WIDE, num_pairs / num_experts)
+def tiles_for(num_pairs: int, num_experts: int, element_bytes: int, place: int | None = None) -> Tiles:
+    """The measured best for bfloat16 and float16 on an H200; what float32 gets is only known to fit.
+
+    With a `place` those that stand there, or the last ones.
+    """
+    choices = HALF if element_bytes == 2 else WIDE
+    if place is not None:
+        return choices[min(place, len(choices) - 1)]
+    return _densest(choices, num_pairs / num_experts)

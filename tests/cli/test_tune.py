@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_infer.cli.tune import parse_heads, parse_sizes, tune
+from dist_infer.cli.tune import parse_heads, parse_layers, parse_sizes, tune
 from dist_infer.errors import UsageError
 
 
@@ -35,3 +35,10 @@ def test_heads_are_read() -> None:
     for wrong in ("", "0", "129", "16;8", "-1"):
         with pytest.raises(UsageError, match="numbers from 1 to 128"):
             parse_heads(wrong)
+
+
+def test_layers_of_experts_are_read() -> None:
+    assert parse_layers("128x8x2048x768, 4x4x64x64") == ((128, 8, 2048, 768), (4, 4, 64, 64))
+    for wrong in ("", "8", "8x2x64", "8x2x64x64x1", "8x9x64x64", "8x0x64x64", "8xax64x64", "8x2x64x-1"):
+        with pytest.raises(UsageError, match="four numbers for each layer"):
+            parse_layers(wrong)

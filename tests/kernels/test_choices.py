@@ -6,8 +6,9 @@ import torch
 
 from dist_infer.errors import UsageError
 from dist_infer.kernels.carriers import PagedStep
-from dist_infer.kernels.choices import PhasedSelection, select, select_phases
-from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target
+from dist_infer.kernels.choices import PhasedSelection, SizedSelection, select, select_phases
+from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target, resolve
+from dist_infer.kernels.measured import Measured
 
 CPU = Target(device=torch.device("cpu"), dtype=torch.float32)
 
@@ -64,3 +65,14 @@ def test_a_phase_with_an_order_of_its_own() -> None:
 def test_an_op_without_phases() -> None:
     assert select("op", LIBRARIES, CPU, {}).pick().name == "few"
     assert select("op", LIBRARIES, CPU, {"op": "any"}).pick().name == "any"
+
+
+def test_a_size_picks_its_library_once() -> None:
+    many = Measured(device="cpu", op="op", library="b", sizes={"pairs": range(8, 99)}, figures="f")
+    libraries = [Library(name=name, function=max, tactics=({"n": 1},)) for name in "ab"]
+    selection = resolve("op", libraries, CPU, measured=[many])
+    lines: list[str] = []
+    sized = SizedSelection(selection=selection, size="pairs", on_choice=lines.append)
+    assert [sized.pick(pairs).name for pairs in (1, 8, 2, 98, 99)] == ["a", "b", "a", "b", "a"]
+    assert sized.pick(8) is sized.pick(8)
+    assert lines == ["op: a; b comes later", "op: b; the fastest that was measured; a comes later"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,22 @@ def test_what_was_measured_goes_first_unless_an_order_is_given() -> None:
     assert resolve("op", LIBRARIES, CPU, "+small", measured=table).pick({"rows": 4}) is SMALL
     slow = Measured(device="cpu", op="op", library="fast", sizes={}, figures="not on this machine")
     assert resolve("op", LIBRARIES, CPU, measured=(slow,)).pick({"rows": 4}) is SMALL
+
+
+def test_a_library_is_told_the_way_that_was_measured() -> None:
+    def scaled(factor: int = 1) -> int:
+        return 10 * factor
+
+    library = Library(name="scaled", function=scaled, tactics=({"factor": 2}, {"factor": 3}))
+    told = Measured(
+        device="cpu", op="op", library="scaled", sizes={"rows": range(9)}, figures="f", tactic={"factor": 3}
+    )
+    gone = Measured(device="cpu", op="op", library="scaled", sizes={}, figures="f", tactic={"other": 1})
+    libraries: tuple[Library[Any], ...] = (TORCH, library)
+    selection = resolve("op", libraries, CPU, measured=(told, gone))
+    assert [selection.pick({"rows": rows}).function() for rows in (3, 9)] == [30, 10]
+    assert selection.explain({"rows": 3}).startswith("op: scaled; the fastest that was measured, factor 3; torch comes")
+    assert selection.explain({"rows": 9}).startswith("op: scaled; the fastest that was measured; torch comes")
 
 
 def test_nothing_left_is_an_error_with_the_reasons() -> None:

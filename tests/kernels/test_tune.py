@@ -9,28 +9,45 @@ import torch
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction
-from dist_infer.kernels.tune import entries, from_json, graph_us, measure_attention, to_json
+from dist_infer.kernels.tune import entries, from_json, graph_us, measure_attention, to_json, ways_of
 from tests.kernels.library_runs import named
 
 CPU = Target(device=torch.device("cpu"), dtype=torch.float32)
 VERSIONS = {"dist_infer": "1", "torch": "2"}
 
 
+def run_nothing() -> None:
+    return None
+
+
 def test_neighbours_of_one_winner_are_one_range() -> None:
+    ways = ways_of([Library(name=name, function=run_nothing) for name in "ab"])
     times = [
         (1, {"a": 1.0, "b": 2.0}),
         (2, {"a": 1.0, "b": 2.0}),
         (8, {"a": 5.0, "b": 4.0}),
         (16, {"a": 3.0, "b": 9.0}),
     ]
-    found = entries("dev", 16, {"cache_bytes": 2}, times, (1024,))
+    sizes = {"heads": range(16, 17), "cache_bytes": range(2, 3)}
+    found = entries("dev", "op", ways, sizes, "seqs", times, "us, at 1024")
     assert [(entry.library, entry.sizes["seqs"]) for entry in found] == [
         ("a", range(1, 3)),
         ("b", range(3, 9)),
         ("a", range(9, 17)),
     ]
     assert all(entry.sizes["heads"] == range(16, 17) and entry.sizes["cache_bytes"] == range(2, 3) for entry in found)
-    assert "at 8 sequences: a 5.0, b 4.0" in found[1].figures
+    assert "us, at 1024 at 8 seqs: a 5.0, b 4.0" in found[1].figures
+
+
+def test_a_library_is_told_what_gains_more_than_times_scatter() -> None:
+    ways = ways_of([Library(name="a", function=run_nothing, tactics=({"n": 1}, {"n": 2}))])
+    assert [way.label for way in ways] == ["a", "a n 1", "a n 2"]
+    times = [
+        (1, {"a": 1.0, "a n 1": 0.99, "a n 2": 1.2}),
+        (2, {"a": 1.0, "a n 1": 1.3, "a n 2": 0.9}),
+    ]
+    found = entries("dev", "op", ways, {}, "seqs", times, "us")
+    assert [(entry.tactic, entry.sizes["seqs"]) for entry in found] == [({}, range(1, 2)), ({"n": 2}, range(2, 3))]
 
 
 def test_every_library_runs_and_the_fastest_is_picked() -> None:
@@ -65,7 +82,7 @@ def test_every_library_runs_and_the_fastest_is_picked() -> None:
     ]
 
 
-ENTRY = Measured(device="d", op="o", library="l", sizes={"seqs": range(1, 9)}, figures="f")
+ENTRY = Measured(device="d", op="o", library="l", sizes={"seqs": range(1, 9)}, figures="f", tactic={"n": 3})
 
 
 def test_a_file_is_read_back() -> None:
@@ -77,8 +94,9 @@ def test_a_file_is_read_back() -> None:
     [
         ("", "Expecting value"),
         ("[]", "no table of measurements"),
-        (json.dumps({"schema": 1, "versions": {"torch": "1"}, "entries": []}), "was made with"),
-        (json.dumps({"schema": 1, "versions": VERSIONS, "entries": [{"device": "d"}]}), "no table of measurements"),
+        (json.dumps({"schema": 1, "versions": VERSIONS, "entries": []}), "another form"),
+        (json.dumps({"schema": 2, "versions": {"torch": "1"}, "entries": []}), "was made with"),
+        (json.dumps({"schema": 2, "versions": VERSIONS, "entries": [{"device": "d"}]}), "no table of measurements"),
         (to_json([ENTRY], VERSIONS).replace('"seqs": [', '"seqs": 1, "x": ['), "no table"),
     ],
 )
