@@ -1,8 +1,9 @@
 """The experts of a MoE layer on one GPU, from rows and their experts to weighted sums; shared experts left out.
 
-    python -m benchmarks.bench_moe [many] [--peers FOLDER]
+    python -m benchmarks.bench_moe [many|compile] [--peers FOLDER]
 
-With `many` only many tokens, in a file of their own. Peers do the same work from the same routing: vLLM's Triton
+With `many` only many tokens, in a file of their own. `compile` measures nothing: what it compiles in many processes is
+there for a later run, which else compiles case by case. Peers do the same work from the same routing: vLLM's Triton
 kernels (see vllm_wheel) and, in bfloat16, torch with torch._grouped_mm. Bounds: our "whole layer" with router and
 choice of experts, and those two alone; "triton", where ours is another library; both products of DeepGEMM alone, on
 rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by whoever multiplies.
@@ -336,8 +337,8 @@ def compile_case(folder: Path | None, case: tuple[int, int]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(all_tokens: Sequence[int], folder: Path | None) -> None:
-    cases = [(idx, tokens) for tokens in all_tokens for idx in range(len(CASES))]
+def compile_all(folder: Path | None) -> None:
+    cases = [(idx, tokens) for tokens in TOKENS for idx in range(len(CASES))]
     with ProcessPoolExecutor(NUM_COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(compile_case, folder), cases))
 
@@ -357,9 +358,11 @@ def measure_model(
 def main() -> int:
     """Measures and writes the results, those of each model as soon as they are there."""
     device = torch.device("cuda")
-    options = parse_peers(__doc__, sys.argv[1:], "many")
+    options = parse_peers(__doc__, sys.argv[1:], "many", "compile")
+    if options.what == "compile":
+        compile_all(options.peers)
+        return 0
     all_tokens = MANY_TOKENS if options.what else TOKENS
-    compile_all(all_tokens, options.peers)
     rows = []
     for model, kind in CASES:
         for row in measure_model(model, kind, device, all_tokens, options.peers):
