@@ -1,16 +1,25 @@
 """Device functions of an all-reduce through peer memory: the sum of a row over the ranks, and what follows it.
 
-A row is spread over the threads of a program in vectors of 16 bytes. N ranks.
+A row is spread over the threads of a program in vectors of 16 bytes. N ranks. What goes through several functions is
+a tuple:
+
+    sources  x, ids, factors, shared: rows of this launch's ranks, or outputs of experts to be added up to such rows
+    follows  residual, weight, total_out, norm_out, data, scales, scale: what follows the sum, and where it goes
+
+The rows of the ranks of a launch stand one behind the other, so a row has a number among them, its place. Only data and
+scales of the quantised norm are those of one rank.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from dist_infer.kernels.triton.dependent_launch import wait_for_inputs
 from dist_infer.kernels.triton.moe_finalize import finalized_words
 from dist_infer.kernels.triton.number_formats import zero_invented_rows
 from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
-from dist_infer.kernels.triton.quantized_rows import store_row_in_place
+from dist_infer.kernels.triton.quantized_rows import rounded, store_row_in_place
 from dist_infer.kernels.triton.rms_norm import row_scale
 
 # Arguments of the kernels that differ from call to call.
@@ -18,24 +27,45 @@ CALL_SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "nu
 
 
 @triton.jit
-def own_words(
-    x_start,
-    ids,
-    factors,
-    shared,
-    row,
-    lanes,
-    wanted,
-    ROW_BYTES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def first_loads(weight, columns, inside, early, OVERLAP: tl.constexpr):
+    """The gains of a norm, read before the inputs are waited for where that is allowed."""
+    if OVERLAP and early == 0:
+        gdc_wait()
+    gains = 0.0
+    if weight is not None:
+        gains = tl.load(weight + columns, mask=inside, other=0)
+    wait_for_inputs(OVERLAP)
+    return gains
+
+
+@triton.jit
+def of_rank(matrix, local, stride, ALIGNMENT: tl.constexpr):
+    """What a rank of the launch has of matrices that stand one behind the other."""
+    return tl.multiple_of(matrix + local.to(tl.int64) * stride, ALIGNMENT)
+
+
+@triton.jit
+def own_words(sources, place, lanes, wanted, ROW_BYTES: tl.constexpr, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr):
     """A row of this rank: as it is, or the sum over its experts."""
+    x, ids, factors, shared = sources
     if TOP_K == 0:
-        words = load_words(x_start + row * ROW_BYTES + lanes, wanted)
+        words = load_words(x.to(tl.int64) + place * ROW_BYTES + lanes, wanted)
     else:
-        words = finalized_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
+        if shared is not None:
+            shared = shared.to(tl.int64)
+        words = finalized_words(
+            x.to(tl.int64),
+            ids,
+            factors,
+            shared,
+            place,
+            lanes,
+            wanted,
+            ROW_BYTES,
+            TOP_K,
+            NUM_EXPERTS,
+            x.dtype.element_ty,
+        )
     return words
 
 
@@ -108,10 +138,10 @@ def row_sum(
 
 
 @triton.jit
-def load_residual(residual, row, columns, inside, HIDDEN: tl.constexpr):
+def load_residual(residual, place, columns, inside, HIDDEN: tl.constexpr):
     added = 0.0
     if residual is not None:
-        added = tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0)
+        added = tl.load(residual + place * HIDDEN + columns, mask=inside, other=0.0)
     return added
 
 
@@ -131,13 +161,8 @@ def finish_row(
     summed,
     added,
     gains,
-    residual,
-    weight,
-    total_out,
-    norm_out,
-    data,
-    scales,
-    scale,
+    follows,
+    place,
     row,
     columns,
     inside,
@@ -147,17 +172,18 @@ def finish_row(
     FORMAT: tl.constexpr,
 ):
     """What follows the sum of a row; every step reads what the one before it has rounded."""
+    residual, weight, total_out, norm_out, data, scales, scale = follows
     total = summed
     if residual is not None:
         total = (summed.to(tl.float32) + added.to(tl.float32)).to(summed.dtype)
-    tl.store(total_out + row * HIDDEN + columns, total, mask=inside)
+    tl.store(total_out + place * HIDDEN + columns, total, mask=inside)
     if weight is not None:
         wide = _laid_out_as(total, gains).to(tl.float32)
-        normed = (wide * row_scale(wide, eps, HIDDEN) * gains).to(total.dtype)
+        normed = wide * row_scale(wide, eps, HIDDEN) * gains.to(tl.float32)
         if norm_out is not None:
-            tl.store(norm_out + row * HIDDEN + columns, normed, mask=inside)
+            tl.store(norm_out + place * HIDDEN + columns, normed.to(total.dtype), mask=inside)
         if FORMAT is not None:
-            store_row_in_place(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
+            store_row_in_place(rounded(normed, total.dtype), row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
 
 
 @triton.jit

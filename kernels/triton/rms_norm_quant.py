@@ -16,7 +16,7 @@ from dist_infer.kernels.carriers import Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton import number_formats
 from dist_infer.kernels.triton.dependent_launch import overlapping
 from dist_infer.kernels.triton.quantize import kernel_format
-from dist_infer.kernels.triton.quantized_rows import load_scale, store_row_in_place
+from dist_infer.kernels.triton.quantized_rows import load_scale, rounded, store_row_in_place
 from dist_infer.kernels.triton.rms_norm import aligned_rows, row_scale, tile_of
 
 
@@ -54,10 +54,10 @@ def norm_and_quantize(
         wide = values.to(tl.float32)
         inverse = row_scale(wide, eps, HIDDEN)
         gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-        result = (wide * inverse * gains).to(values.dtype)
+        result = wide * inverse * gains
         if normed is not None:
-            tl.store(normed + row * HIDDEN + columns, result, mask=inside)
-        store_row_in_place(result, row, data, scales, load_scale(scale), HIDDEN, FORMAT, TILE)
+            tl.store(normed + row * HIDDEN + columns, result.to(values.dtype), mask=inside)
+        store_row_in_place(rounded(result, values.dtype), row, data, scales, load_scale(scale), HIDDEN, FORMAT, TILE)
     else:
         number_formats.zero_invented_rows(scales, num_tokens, row.to(tl.int32) - num_tokens, HIDDEN, FORMAT)
 

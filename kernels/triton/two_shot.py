@@ -6,16 +6,16 @@ N ranks, T rows, D columns, V vectors of 16 bytes in a row.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from dist_infer.kernels.triton.dependent_launch import wait_for_inputs
 from dist_infer.kernels.triton.peer_words import await_flag, peek_words, publish, push_words, unpack_row
 from dist_infer.kernels.triton.quantized_rows import data_alignment, load_scale
 from dist_infer.kernels.triton.reduced_rows import (
     CALL_SIZES,
     finish_row,
+    first_loads,
     int32_at,
     load_residual,
+    of_rank,
     own_words,
     row_sum,
     slot_of,
@@ -93,33 +93,18 @@ def two_shot_kernel(
     wanted = tl.arange(0, BLOCK) < VECTORS
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
-    if OVERLAP and early == 0:
-        gdc_wait()
-    gains = 0.0
-    if weight is not None:
-        gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    wait_for_inputs(OVERLAP)
+    gains = first_loads(weight, columns, inside, early, OVERLAP)
     local = tl.program_id(1)
     rank = first_rank + local
     space = memory.to(tl.int64) + local.to(tl.int64) * memory_stride
     part_bytes = tl.cast(part_bytes, tl.int64)
-    first_element = local.to(tl.int64) * num_rows * HIDDEN
-    x_start = (x + first_element * (TOP_K if TOP_K > 0 else 1)).to(tl.int64)
-    if TOP_K > 0:
-        ids += local.to(tl.int64) * num_rows * TOP_K
-        factors += local.to(tl.int64) * num_rows * TOP_K
-        if shared is not None:
-            shared = (shared + first_element).to(tl.int64)
-    total_out += first_element
-    if residual is not None:
-        residual += first_element
-    if norm_out is not None:
-        norm_out += first_element
+    first_place = local.to(tl.int64) * num_rows
     if data is not None:
-        data = tl.multiple_of(data + local.to(tl.int64) * data_stride, data_alignment(FORMAT))
+        data = of_rank(data, local, data_stride, data_alignment(FORMAT))
     if scales is not None:
-        scales += local.to(tl.int64) * scales_stride
-    scale = load_scale(scale)
+        scales = of_rank(scales, local, scales_stride, 1)
+    sources = (x, ids, factors, shared)
+    follows = (residual, weight, total_out, norm_out, data, scales, load_scale(scale))
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
 
@@ -132,10 +117,8 @@ def two_shot_kernel(
         for tile in range(program, tl.cdiv(end - first, ROWS), num_programs):
             counter, epoch = _next_epoch(space, counters, slot_of(peer, rank) * max_tiles + tile)
             for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
-                row = (first + part_row).to(tl.int64)
-                words = own_words(
-                    x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE
-                )
+                place = first_place + (first + part_row)
+                words = own_words(sources, place, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS)
                 part = peer_space + parts + slot * part_bytes + tl.cast(part_row, tl.int64) * row_stride
                 push_words(part + lanes, wanted, words)
             publish(peer_space + flags + (slot * max_tiles + tile).to(tl.int64) * 4, epoch)
@@ -149,33 +132,16 @@ def two_shot_kernel(
             await_flag(space + flags + (source * max_tiles + tile).to(tl.int64) * 4, epoch)
         for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
             row = (first + part_row).to(tl.int64)
-            added = load_residual(residual, row, columns, inside, HIDDEN)
-            words = own_words(x_start, ids, factors, shared, row, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS, DTYPE)
+            place = first_place + row
+            added = load_residual(residual, place, columns, inside, HIDDEN)
+            words = own_words(sources, place, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS)
             start = space + parts + tl.cast(part_row, tl.int64) * row_stride
             summed = row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, False)
             for step in tl.static_range(1, NUM_RANKS):
                 peer = (rank + step) % NUM_RANKS
                 peer_row = (tl.load(table + peer) + sums + row * row_stride).to(tl.pointer_type(DTYPE))
                 tl.store(tl.multiple_of(peer_row, 16) + columns, summed, mask=inside)
-            finish_row(
-                summed,
-                added,
-                gains,
-                residual,
-                weight,
-                total_out,
-                norm_out,
-                data,
-                scales,
-                scale,
-                row,
-                columns,
-                inside,
-                eps,
-                HIDDEN,
-                COLUMNS,
-                FORMAT,
-            )
+            finish_row(summed, added, gains, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
             flag = (OTHERS + slot_of(rank, peer)) * max_tiles + tile
@@ -192,26 +158,10 @@ def two_shot_kernel(
             await_flag(space + flags + (slot * max_tiles + tile).to(tl.int64) * 4, epoch)
             for tile_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
                 row = (first + tile_row).to(tl.int64)
-                added = load_residual(residual, row, columns, inside, HIDDEN)
+                place = first_place + row
+                added = load_residual(residual, place, columns, inside, HIDDEN)
                 words = peek_words(space + sums + row * row_stride + lanes, wanted)
-                finish_row(
-                    unpack_row(words, DTYPE).to(DTYPE),
-                    added,
-                    gains,
-                    residual,
-                    weight,
-                    total_out,
-                    norm_out,
-                    data,
-                    scales,
-                    scale,
-                    row,
-                    columns,
-                    inside,
-                    eps,
-                    HIDDEN,
-                    COLUMNS,
-                    FORMAT,
-                )
+                summed = unpack_row(words, DTYPE).to(DTYPE)
+                finish_row(summed, added, gains, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
             tl.store(counter, epoch)
     zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)

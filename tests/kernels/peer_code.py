@@ -35,26 +35,9 @@ def finish_rows(
     added = 0.0
     if residual is not None:
         added = tl.load(residual + row * HIDDEN + columns, mask=inside, other=0)
-    gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    finish_row(
-        values,
-        added,
-        gains,
-        residual,
-        weight,
-        total_out,
-        norm_out,
-        data,
-        scales,
-        load_scale(scale),
-        row,
-        columns,
-        inside,
-        eps,
-        HIDDEN,
-        COLUMNS,
-        FORMAT,
-    )
+    gains = tl.load(weight + columns, mask=inside, other=0)
+    follows = (residual, weight, total_out, norm_out, data, scales, load_scale(scale))
+    finish_row(values, added, gains, follows, row, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
 
 
 @triton.jit
