@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from dist_infer.kernels.cute import mla_many_rows
 from dist_infer.kernels.cute.compile_cache import load_or_compile
-from dist_infer.kernels.cute.mla_launch import DTYPES, Launch, Variant
+from dist_infer.kernels.cute.mla_call import Block, PackedLaunch, compile_arguments
+from dist_infer.kernels.cute.mla_launch import DTYPES, Variant
 from dist_infer.kernels.cute.mla_merge import MAX_CTAS, workspace_size
 from dist_infer.kernels.cute.mla_tiles import LATENT, WIDTH
 
@@ -55,6 +54,93 @@ class Workspace:
     def parts(self) -> Tensor:
         """What a launch writes before it reads it."""
         return self.memory[MAX_CTAS:]
+
+
+class Decode:
+    """Decodes of one shape whose arguments are checked and packed once, so that a call leaves the host little to do.
+
+    What `mla_decode` says of its arguments holds. Lengths and table are read anew by each launch.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        cache_rows: Tensor,
+        page_table: Tensor,
+        kv_lens: Tensor,
+        *,
+        page_size: int,
+        query_len: int,
+        scale: float,
+        workspace: Workspace,
+        lse: Tensor | None = None,
+        layers: int = 1,
+        num_workers: int | None = None,
+    ) -> None:
+        self._call = _prepare(
+            q.shape,
+            q.dtype,
+            cache_rows.shape[1],
+            cache_rows.dtype,
+            kv_lens.shape[0],
+            page_size,
+            query_len,
+            scale,
+            num_workers,
+            workspace.num_ctas,
+        )
+        _check_memory(q, cache_rows, page_table, kv_lens)
+        self.lse = torch.empty(self._call.num_rows, dtype=torch.float32, device=q.device) if lse is None else lse
+        words = 2 if cache_rows.dtype == torch.float8_e4m3fn else 1  # of E4M3 in one of the launch's
+        self._block = Block(
+            page_table=page_table.data_ptr(),
+            kv_lens=kv_lens.data_ptr(),
+            num_seqs=len(page_table),
+            num_pages=page_table.shape[1],
+            table_pitch=page_table.stride(0),
+            num_tokens=q.shape[0],
+            heads=q.shape[1],
+            cache_len=len(cache_rows),
+            cache_pitch=cache_rows.stride(0) // words,
+            lse=self.lse.data_ptr(),
+            workspace=workspace.address,
+            query_len=query_len,
+            num_workers=self._call.num_workers,
+            layers=layers,
+            scale=self._call.scale,
+        )
+        self._kept = page_table, kv_lens, workspace
+        self._shape, self._device_idx = q.shape, q.device.index
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache_rows: Tensor,
+        out: Tensor,
+        *,
+        layer: int = 0,
+        cache_scale: Tensor | None = None,
+    ) -> None:
+        """Launches one. Queries, cache and output are contiguous and of the shapes, dtypes and device of before.
+
+        Stream: the current one.
+        Errors: ValueError for queries of another shape, and for memory that is not aligned to 16 bytes.
+        """
+        q_address, cache_address, out_address = q.data_ptr(), cache_rows.data_ptr(), out.data_ptr()
+        if q.shape != self._shape or (q_address | cache_address | out_address) % 16:
+            raise ValueError(
+                f"mla_decode: q {list(q.shape)} is not {list(self._shape)}, or what is given isn't aligned"
+            )
+        if self._call.num_rows:
+            self._call.run(
+                self._block.address,
+                q_address,
+                cache_address,
+                out_address,
+                layer,
+                0 if cache_scale is None else cache_scale.data_ptr(),
+                torch._C._cuda_getCurrentRawStream(self._device_idx),
+            )
 
 
 def mla_decode(
@@ -94,41 +180,48 @@ def mla_decode(
     """
     if (cache_scale is None) is (cache_rows.dtype == torch.float8_e4m3fn):
         raise ValueError("mla_decode: a cache of E4M3 needs its scale, another one has none")
-    call = _prepare(
-        q.shape,
-        q.dtype,
-        cache_rows.shape[1],
-        cache_rows.dtype,
-        kv_lens.shape[0],
-        out.shape,
-        out.dtype,
-        page_size,
-        query_len,
-        scale,
-        num_workers,
-        workspace.num_ctas,
-    )
-    if cache_scale is not None:
-        cache_rows = cache_rows.view(torch.bfloat16)  # words of two
-    if lse is None:
-        lse = torch.empty(call.num_rows, dtype=torch.float32, device=q.device)
-    if call.num_rows:
-        call.run(
-            q,
-            cache_rows,
-            page_table,
-            kv_lens,
-            out,
-            lse,
-            workspace.address,
-            query_len,
-            call.scale,
-            call.num_workers,
-            layers,
-            layer,
-            0 if cache_scale is None else cache_scale.data_ptr(),
+    rows = q.shape[0] * q.shape[1]
+    has_room = lse is None or (lse.numel() == rows and lse.dtype == torch.float32 and lse.is_contiguous())
+    if not has_room or out.shape != (*q.shape[:2], LATENT) or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"mla_decode: q {q.dtype} {list(q.shape)}: out {out.dtype} {list(out.shape)} or the logarithms don't fit it"
         )
-    return lse
+    decode = Decode(
+        q,
+        cache_rows,
+        page_table,
+        kv_lens,
+        page_size=page_size,
+        query_len=query_len,
+        scale=scale,
+        workspace=workspace,
+        lse=lse,
+        layers=layers,
+        num_workers=num_workers,
+    )
+    decode(q, cache_rows, out, layer=layer, cache_scale=cache_scale)
+    return decode.lse
+
+
+def _check_memory(q: Tensor, cache_rows: Tensor, page_table: Tensor, kv_lens: Tensor) -> None:
+    """What the launch takes by address it can't check."""
+    fits = (
+        page_table.dtype == kv_lens.dtype == torch.int32
+        and page_table.device == kv_lens.device == cache_rows.device == q.device
+        and page_table.dim() == 2
+        and len(page_table) == len(kv_lens)
+        and (page_table.stride(1) == 1 or page_table.shape[1] <= 1)
+        and kv_lens.is_contiguous()
+        and q.is_contiguous()
+        and cache_rows.stride(1) == 1
+        and not cache_rows.stride(0) * cache_rows.element_size() % 16
+    )
+    if not fits:
+        raise ValueError(
+            f"mla_decode: q {list(q.shape)} on {q.device}, cache {list(cache_rows.shape)} on {cache_rows.device}, table"
+            f" {page_table.dtype} {list(page_table.shape)} on {page_table.device} or lengths {kv_lens.dtype}"
+            f" {list(kv_lens.shape)} on {kv_lens.device} are of another kind, on several devices or not contiguous"
+        )
 
 
 class _Call(NamedTuple):
@@ -145,31 +238,27 @@ def _prepare(
     cache_width: int,
     cache_dtype: torch.dtype,
     num_seqs: int,
-    out_shape: tuple[int, ...],
-    out_dtype: torch.dtype,
     page_size: int,
     query_len: int,
     scale: float,
     num_workers: int | None,
     num_ctas: int,
 ) -> _Call:
-    """What calls of equal shapes have in common. The launch itself checks that tensors are contiguous."""
+    """What calls of equal shapes have in common."""
     num_tokens, heads, width = q_shape
     narrow = cache_dtype == torch.float8_e4m3fn
     fits = (
         page_size in PAGE_SIZES
         and width == cache_width == WIDTH
-        and dtype == out_dtype
         and (dtype == torch.bfloat16 if narrow else dtype == cache_dtype)
         and dtype in DTYPES
         and 0 < heads <= MAX_HEADS
         and num_tokens == num_seqs * query_len
-        and out_shape == (num_tokens, heads, LATENT)
     )
     if not fits:
         raise ValueError(
-            f"mla_decode: q {dtype} {list(q_shape)}, cache {cache_dtype} of width {cache_width}, out {out_dtype}"
-            f" {list(out_shape)}, {num_seqs} sequences of {query_len} queries or pages of {page_size} don't fit"
+            f"mla_decode: q {dtype} {list(q_shape)}, cache {cache_dtype} of width {cache_width}, {num_seqs} sequences"
+            f" of {query_len} queries or pages of {page_size} don't fit"
         )
     rows = choose_rows(query_len * heads, narrow=narrow)
     row_tiles = -(-query_len * heads // rows)
@@ -195,29 +284,4 @@ def compiled(variant: Variant, options: str = "") -> Callable[..., Any]:
 
 
 def _compile(variant: Variant, options: str = "") -> Any:
-    dtype = DTYPES[variant.dtype]
-    tokens, heads, num_seqs = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    by_row = {"stride_order": (2, 1, 0), "assumed_align": 16}
-    return cute.compile(
-        Launch(variant),
-        make_fake_compact_tensor(dtype, (tokens, heads, WIDTH), **by_row),
-        make_fake_tensor(
-            dtype,
-            (cute.sym_int(), WIDTH // 2 if variant.narrow else WIDTH),
-            (cute.sym_int64(divisibility=8), 1),
-            assumed_align=16,
-        ),
-        make_fake_tensor(Int32, (num_seqs, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4),
-        make_fake_compact_tensor(Int32, (num_seqs,), assumed_align=4),
-        make_fake_compact_tensor(dtype, (tokens, heads, LATENT), **by_row),
-        make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4),
-        Int64(1),
-        Int32(1),
-        Float32(1.0),
-        Int32(1),
-        Int32(1),
-        Int32(0),
-        Int64(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return cute.compile(PackedLaunch(variant), *compile_arguments(), options=f"--enable-tvm-ffi {options}")

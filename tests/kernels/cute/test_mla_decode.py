@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from dist_infer.kernels.cute import mla_decode as op
 from dist_infer.kernels.cute import mla_merge
 from dist_infer.kernels.cute.mla_launch import Variant
-from tests.kernels.cute.mla_cases import Case, check
+from tests.kernels.cute.mla_cases import SCALE, Case, check
 
 GRID: dict[str, tuple[Any, ...]] = {
     "batch": (1, 3, 33, 128),
@@ -222,3 +222,34 @@ def test_a_graph_follows_lengths_and_tables(heads: int) -> None:
         once_out, once_lse = case.run(space)
         assert torch.equal(out, once_out)
         assert torch.equal(lse, once_lse)
+
+
+@pytest.mark.gpu
+def test_what_was_prepared_serves_all_layers() -> None:
+    case = Case.make([300, 0, 65], layers=2, layer=1)
+    space = case.workspace()
+    expected, expected_lse = case.run(space)
+    prepared = op.Decode(
+        case.q,
+        case.rows,
+        case.table,
+        case.lens,
+        page_size=case.page_size,
+        query_len=1,
+        scale=SCALE,
+        workspace=space,
+        layers=2,
+    )
+    out = torch.full_like(expected, float("nan"))
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        prepared(case.q, case.rows, out, layer=1)
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(out, expected) and torch.equal(prepared.lse.view_as(expected_lse), expected_lse)
+    case.lens.zero_()  # lengths are those at the launch
+    prepared(case.q, case.rows, out, layer=1)
+    assert not out.any() and prepared.lse.isneginf().all()
+    with pytest.raises(ValueError, match="is not"):
+        prepared(case.q[:2], case.rows, out, layer=1)
+    with pytest.raises(ValueError, match="isn't aligned"):
+        prepared(case.q, case.rows.flatten()[1:-575].view(-1, 576), out, layer=1)
