@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cuda.bindings import driver
-from cutlass import Int32, Int64
+from cutlass import Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from torch import Tensor
@@ -25,27 +25,29 @@ from torch import Tensor
 from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.grouped_gemm_load import load_gathered, load_in_order
 from dist_infer.kernels.cute.grouped_gemm_multiply import multiply
-from dist_infer.kernels.cute.grouped_gemm_parts import BOX, DEPTH, NUMBERS, PASS_BYTES, STEP, Variant
-from dist_infer.kernels.cute.moe_schedule import MAX_EXPERTS, TABLE_LEN, plan_tiles
+from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, NUMBERS, PASS_BYTES, STEP, Variant
+from dist_infer.kernels.cute.moe_order import MAX_ORDERED, plan_pairs
+from dist_infer.kernels.cute.moe_schedule import MAX_EXPERTS, TABLE_LEN, make_tables, plan_tiles
 
 _GATHERERS = 128
-_THREADS = 384
 
 
 def gate_up(x: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, top_k: int, variant: Variant) -> Tensor:
     """The activation of all pairs in the order of their experts, rounded to the dtype of x.
 
     Shapes: x [R, D], weight [E, 2 * I, D], the gates first, order [P] int32 pairs r K + k expert by expert, firsts
-        [E + 1] int32 where each expert's begin -> [P, I]; rows behind those of all experts are not written.
+        [E + 1] int32 where each expert's begin -> [P, I]; rows behind those of all experts are not written. For a
+        variant that `orders` the ids [P] int32 of up to MAX_ORDERED pairs stand for both; what is no expert held has no
+        place.
     Stream: the current one; the host waits for nothing, and a CUDA graph may hold it.
     Errors: ValueError for dtypes, and sizes that aren't multiples of 64.
     """
-    _check("gate_up", x, weight, weight.shape[1] // 2, variant)
+    _check("gate_up", x, weight, order, weight.shape[1] // 2, variant)
     _, two_inner, width = weight.shape
     out = x.new_empty(len(order), two_inner // 2)
-    compiled(variant)(
-        x, weight.view(-1, width), order, firsts, out, top_k, two_inner // 2, two_inner // 2, _num_ctas(x.device)
-    )
+    inner = two_inner // 2
+    num_ctas = variant.num_ctas * _num_processors(x.device)
+    compiled(variant)(x, weight.view(-1, width), order, firsts, out, top_k, inner, inner, len(weight), num_ctas)
     return out
 
 
@@ -57,19 +59,23 @@ def down(hidden: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, variant:
     Stream: as of gate_up.
     Errors: as of gate_up.
     """
-    _check("down", hidden, weight, weight.shape[1], variant)
+    _check("down", hidden, weight, order, weight.shape[1], variant)
     _, width, inner = weight.shape
     out = hidden.new_empty(len(order), width)
-    compiled(variant)(hidden, weight.view(-1, inner), order, firsts, out, 1, width, BOX, _num_ctas(hidden.device))
+    num_ctas = variant.num_ctas * _num_processors(hidden.device)
+    sizes = (1, width, variant.box, len(weight), num_ctas)
+    compiled(variant)(hidden, weight.view(-1, inner), order, firsts, out, *sizes)
     return out
 
 
-def _check(name: str, rows: Tensor, weight: Tensor, channels: int, variant: Variant) -> None:
+def _check(name: str, rows: Tensor, weight: Tensor, order: Tensor, channels: int, variant: Variant) -> None:
+    if variant.orders and (len(order) > MAX_ORDERED or variant.sorts):
+        raise ValueError(f"{name}: {len(order)} pairs are not in order, {MAX_ORDERED} in short tiles can be")
     fits = (
         rows.dtype == weight.dtype == variant.dtype
         and rows.dtype in NUMBERS
         and rows.shape[1] == weight.shape[2]
-        and not rows.shape[1] % DEPTH
+        and not rows.shape[1] % (variant.pieces * DEPTH if variant.gate_up else DEPTH)
         and not channels % DEPTH
         and len(weight) <= MAX_EXPERTS
         and rows.is_contiguous()
@@ -83,7 +89,7 @@ def _check(name: str, rows: Tensor, weight: Tensor, channels: int, variant: Vari
 
 
 @cache
-def _num_ctas(device: torch.device) -> int:
+def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -115,6 +121,7 @@ def _compile(variant: Variant, options: str = "") -> Any:
         Int32(1),
         Int32(1),
         Int32(1),
+        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )
@@ -137,17 +144,24 @@ class _Launch:
         top_k: Int32,
         channels: Int32,  # of the output
         second_box: Int32,  # rows of weights from the first box to the second
+        num_experts: Int32,
         num_ctas: Int32,
         stream: driver.CUstream,
     ) -> None:
         v = self.variant
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, v.number)
-        weights_layout = cute.tile_to_shape(k_atom, (BOX, DEPTH, 2 * v.num_stages), order=(0, 1, 2))
-        rows_layout = cute.tile_to_shape(k_atom, (v.pairs, DEPTH, v.num_stages), order=(0, 1, 2))
-        boxes_layout = cute.tile_to_shape(k_atom, (STEP, DEPTH, v.pairs // STEP, v.num_stages), order=(0, 1, 2, 3))
+        weights_layout = cute.tile_to_shape(k_atom, (v.box, DEPTH, 2 * v.pieces * v.num_stages), order=(0, 1, 2))
+        rows_layout = cute.tile_to_shape(k_atom, (v.pairs, DEPTH, v.pieces * v.num_stages), order=(0, 1, 2))
+        boxes_layout = cute.tile_to_shape(
+            k_atom, (STEP, DEPTH, v.pairs // STEP, v.pieces * v.num_stages), order=(0, 1, 2, 3)
+        )
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_tma, w_coords = cpasync.make_tiled_tma_atom(
-            load, weight, cute.slice_(weights_layout, (None, None, 0)), (BOX, DEPTH)
+            load if v.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp(),
+            weight,
+            cute.slice_(weights_layout, (None, None, 0)),
+            (v.box, DEPTH),
+            num_multicast=v.cluster,
         )
         r_tma, r_coords = cpasync.make_tiled_tma_atom(
             load, rows, cute.slice_(boxes_layout, (None, None, 0, 0)), (STEP, DEPTH)
@@ -157,9 +171,11 @@ class _Launch:
         class Storage:
             full: cute.struct.MemRange[Int64, v.num_stages]
             empty: cute.struct.MemRange[Int64, v.num_stages]
-            tiles_before: cute.struct.MemRange[Int32, TABLE_LEN]
-            first_pairs: cute.struct.MemRange[Int32, TABLE_LEN]
-            passing: cute.struct.Align[cute.struct.MemRange[v.number, 4 * PASS_BYTES // 2], 1024]
+            tables: cute.struct.Align[cute.struct.MemRange[Int32, 4 * TABLE_LEN], 16]
+            order: cute.struct.MemRange[Int16, MAX_ORDERED if v.orders else 2]
+            passing: cute.struct.Align[
+                cute.struct.MemRange[v.number, v.num_groups * v.num_passes * PASS_BYTES // 2], 1024
+            ]
             rows: cute.struct.Align[cute.struct.MemRange[v.number, cute.cosize(rows_layout)], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[v.number, cute.cosize(weights_layout)], 1024]
 
@@ -179,11 +195,14 @@ class _Launch:
             top_k,
             channels,
             second_box,
+            num_experts,
         ).launch(
             grid=[num_ctas, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[v.num_threads, 1, 1],
+            cluster=[v.cluster, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=v.num_ctas,
+            preferred_smem_carveout=100,  # percent; without it several CTAs would ask for a device
             use_pdl=True,
         )
 
@@ -204,13 +223,13 @@ class _Launch:
         top_k: Int32,
         channels: Int32,
         second_box: Int32,
+        num_experts: Int32,
     ) -> None:
         v = self.variant
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        tiles_before = storage.tiles_before.get_tensor(cute.make_layout(TABLE_LEN))
-        first_pairs = storage.first_pairs.get_tensor(cute.make_layout(TABLE_LEN))
+        tables = make_tables(storage.tables.data_ptr())
         weights = storage.weights.get_tensor(weights_layout.outer, swizzle=weights_layout.inner)
         row_tiles = storage.rows.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
         boxes = cute.make_tensor(cute.recast_ptr(row_tiles.iterator, boxes_layout.inner), boxes_layout.outer)
@@ -219,21 +238,28 @@ class _Launch:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(v.num_stages):
                     cute.arch.mbarrier_init(full + stage, 1 + (_GATHERERS if v.gate_up else 0))
-                    cute.arch.mbarrier_init(empty + stage, 8)  # the warps that multiply
+                    cute.arch.mbarrier_init(empty + stage, 4 * v.num_groups * v.cluster)  # the warps that multiply
             cute.arch.mbarrier_init_fence()
-        per_block = cutlass.const_expr(BOX if v.gate_up else 2 * BOX)
+        if cutlass.const_expr(v.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        per_block = cutlass.const_expr(v.box if v.gate_up else 2 * v.box)
         channel_blocks = (channels + per_block - 1) // per_block
         if cutlass.const_expr(v.gate_up):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if warp == 1:  # without gate_up nothing but `rows` is of the launch before: see dependent_launch
-            plan_tiles(firsts, tiles_before, first_pairs, channel_blocks, v.pairs)
-        cute.arch.sync_threads()
-        num_tiles = tiles_before[firsts.shape[0] - 1]
-        depth = cute.size(rows, mode=[1]) // DEPTH
-        expert_rows = cute.size(w_coords, mode=[0]) // (firsts.shape[0] - 1)
+        # Without gate_up nothing but `rows` is of the launch before: see dependent_launch.
+        if cutlass.const_expr(v.orders):
+            ids, order = order, storage.order.get_tensor(cute.make_layout(MAX_ORDERED))
+            scratch = cute.recast_ptr(storage.weights.data_ptr(), dtype=Int32)
+            plan_pairs(ids, num_experts, order, scratch, tables, channel_blocks, v.pairs)
+        else:
+            plan_tiles(firsts, tables, channel_blocks, v.pairs, v.sorts, v.cluster)
+        num_tiles = tables[0][MAX_EXPERTS]
+        depth = (cute.size(rows, mode=[1]) + v.pieces * DEPTH - 1) // (v.pieces * DEPTH)
+        expert_rows = cute.size(w_coords, mode=[0]) // num_experts
         if warp < 4:
-            cute.arch.setmaxregister_decrease(72)
+            cute.arch.setmaxregister_decrease(v.registers[0])
             if cutlass.const_expr(v.gate_up):
                 load_gathered(
                     v,
@@ -243,8 +269,7 @@ class _Launch:
                     row_tiles,
                     rows,
                     order,
-                    tiles_before,
-                    first_pairs,
+                    tables,
                     full,
                     empty,
                     top_k,
@@ -263,8 +288,7 @@ class _Launch:
                     r_coords,
                     weights,
                     boxes,
-                    tiles_before,
-                    first_pairs,
+                    tables,
                     full,
                     empty,
                     channel_blocks,
@@ -274,7 +298,7 @@ class _Launch:
                     depth,
                 )
         else:
-            cute.arch.setmaxregister_increase(216)
+            cute.arch.setmaxregister_increase(v.registers[1])
             multiply(
                 v,
                 weights,
@@ -282,8 +306,7 @@ class _Launch:
                 storage.passing.data_ptr(),
                 order,
                 out,
-                tiles_before,
-                first_pairs,
+                tables,
                 full,
                 empty,
                 channels,
@@ -291,3 +314,6 @@ class _Launch:
                 num_tiles,
                 depth,
             )
+        if cutlass.const_expr(v.cluster > 1):  # nobody leaves whose memory is still written to
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()

@@ -2,12 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from dist_infer.kernels.cute.grouped_gemm_parts import BOX, DEPTH, STEP, from_lane
+from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, STEP, from_lane
 from dist_infer.kernels.cute.moe_copies import arrive_when_copied, copy_async
-from dist_infer.kernels.cute.moe_schedule import look_up
+from dist_infer.kernels.cute.moe_schedule import look_up, tile_of
 
 
 @cute.jit
@@ -19,8 +19,7 @@ def load_gathered(
     row_tiles: cute.Tensor,
     rows: cute.Tensor,
     order: cute.Tensor,
-    tiles_before: cute.Tensor,
-    first_pairs: cute.Tensor,
+    tables: tuple[cute.Tensor, ...],
     full: cute.Pointer,
     empty: cute.Pointer,
     top_k: Int32,
@@ -41,45 +40,42 @@ def load_gathered(
     row_idx = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
     next_pairs = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
     stage, phase = Int32(0), Int32(1)  # the phase before the first counts as done
-    tile, _, _ = cute.arch.block_idx()
-    turn, _, _ = cute.arch.grid_dim()
-    tables = (tiles_before, first_pairs)
-    known = look_up(*tables, tile + lane * turn, num_tiles, channel_blocks, v.pairs)
+    known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
     expert, block, first, count, longest = from_lane(known, Int32(0))
     _read_order(v, order, next_pairs, first, count, longest, first_row)
-    idx = Int32(0)
-    while tile < num_tiles:
+    turn = Int32(0)
+    while tile_of(turn) < num_tiles:
         for step in cutlass.range_constexpr(v.pairs // STEP):
             row_idx[step] = next_pairs[step] // top_k
-        own_row, own_longest = expert * expert_rows + block * BOX, longest
-        idx = (idx + 1) % 32
-        if idx == 0:
-            known = look_up(*tables, tile + turn + lane * turn, num_tiles, channel_blocks, v.pairs)
-        expert, block, first, count, longest = from_lane(known, idx)
+        own_row, own_longest = expert * expert_rows + block * v.box, longest
+        turn += 1
+        if turn % 32 == 0:
+            known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+        expert, block, first, count, longest = from_lane(known, turn % 32)
         _read_order(v, order, next_pairs, first, count, longest, first_row)  # they are there when this tile is loaded
-        w_to, w_gate = _weight_boxes(w_tma, w_coords, weights, own_row)
-        _, w_up = _weight_boxes(w_tma, w_coords, weights, own_row + second_box)
+        w_to, w_gate = _weight_boxes(v, w_tma, w_coords, weights, own_row)
+        _, w_up = _weight_boxes(v, w_tma, w_coords, weights, own_row + second_box)
         source = source0
         k = Int32(0)
         while k < depth:
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * BOX * DEPTH * 2)
-                cute.copy(w_tma, w_gate[(None, k)], w_to[(None, 2 * stage)], tma_bar_ptr=full + stage)
-                cute.copy(w_tma, w_up[(None, k)], w_to[(None, 2 * stage + 1)], tma_bar_ptr=full + stage)
-            target = target0 + stage * (v.pairs * DEPTH * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
+                _load_weights(v, w_tma, w_gate, w_up, w_to, k, stage, full + stage)
+            target = target0 + stage * (v.pieces * v.pairs * DEPTH * 2)
             for step in cutlass.range_constexpr(v.pairs // STEP):
                 if step * STEP < own_longest:
-                    copy_async(target + step * STEP * 128, source + Int64(row_idx[step]) * row_bytes)
+                    for piece in cutlass.range_constexpr(v.pieces):
+                        to = target + (piece * v.pairs + step * STEP) * 128
+                        copy_async(to, source + Int64(row_idx[step]) * row_bytes + piece * 128)
             arrive_when_copied(full + stage)
-            source += 128
+            source += v.pieces * 128
             stage += 1
             if stage == v.num_stages:
                 stage = Int32(0)
                 phase ^= 1
             k += 1
-        tile += turn
 
 
 @cute.jit
@@ -96,7 +92,7 @@ def _read_order(
     for step in cutlass.range_constexpr(v.pairs // STEP):
         pairs[step] = Int32(0)
         if step * STEP < longest:
-            pairs[step] = order[first + cutlass.min(step * STEP + own, count - 1)]
+            pairs[step] = Int32(order[first + cutlass.min(step * STEP + own, count - 1)])
 
 
 @cute.jit
@@ -108,8 +104,7 @@ def load_in_order(
     r_coords: cute.Tensor,
     weights: cute.Tensor,
     boxes: cute.Tensor,
-    tiles_before: cute.Tensor,
-    first_pairs: cute.Tensor,
+    tables: tuple[cute.Tensor, ...],
     full: cute.Pointer,
     empty: cute.Pointer,
     channel_blocks: Int32,
@@ -120,35 +115,29 @@ def load_in_order(
 ) -> None:
     """The producer warp where rows stand in order; those behind an expert's are loaded too and not used."""
     stage, phase = Int32(0), Int32(1)
-    tile, _, _ = cute.arch.block_idx()
-    turn, _, _ = cute.arch.grid_dim()
     waiting = Int32(1)
-    tables = (tiles_before, first_pairs)
     lane = cute.arch.lane_idx()
-    known = look_up(*tables, tile + lane * turn, num_tiles, channel_blocks, v.pairs)
-    idx = Int32(0)
-    while tile < num_tiles:
-        if idx == 32:
-            idx = Int32(0)
-            known = look_up(*tables, tile + lane * turn, num_tiles, channel_blocks, v.pairs)
-        expert, block, first, _, longest = from_lane(known, idx)
-        idx += 1
+    known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+    turn = Int32(0)
+    while tile_of(turn) < num_tiles:
+        if turn % 32 == 0 and turn > 0:
+            known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+        expert, block, first, _, longest = from_lane(known, turn % 32)
         steps = (longest + STEP - 1) // STEP
-        first_row = expert * expert_rows + block * (2 * BOX)
-        w_to, w_low = _weight_boxes(w_tma, w_coords, weights, first_row)
-        _, w_high = _weight_boxes(w_tma, w_coords, weights, first_row + second_box)
+        first_row = expert * expert_rows + block * (2 * v.box)
+        w_to, w_low = _weight_boxes(v, w_tma, w_coords, weights, first_row)
+        _, w_high = _weight_boxes(v, w_tma, w_coords, weights, first_row + second_box)
         own_rows = cute.local_tile(cute.domain_offset((first, 0), r_coords), (STEP, DEPTH), (None, None))
         r_to, r_from = cpasync.tma_partition(
             r_tma, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(own_rows, 0, 2)
         )
-        stage_bytes = (2 * BOX + steps * STEP) * (DEPTH * 2)
+        stage_bytes = v.stage_bytes + steps * (STEP * v.pieces * DEPTH * 2)
         k = Int32(0)
         if waiting:  # the weights of the first stages, while the launch before still works on the rows
             while k < cutlass.min(depth, v.num_stages):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + k, stage_bytes)
-                cute.copy(w_tma, w_low[(None, k)], w_to[(None, 2 * k)], tma_bar_ptr=full + k)
-                cute.copy(w_tma, w_high[(None, k)], w_to[(None, 2 * k + 1)], tma_bar_ptr=full + k)
+                _load_weights(v, w_tma, w_low, w_high, w_to, k, k, full + k)
                 k += 1
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -159,11 +148,12 @@ def load_in_order(
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
-                cute.copy(w_tma, w_low[(None, k)], w_to[(None, 2 * stage)], tma_bar_ptr=full + stage)
-                cute.copy(w_tma, w_high[(None, k)], w_to[(None, 2 * stage + 1)], tma_bar_ptr=full + stage)
+                _load_weights(v, w_tma, w_low, w_high, w_to, k, stage, full + stage)
             step = Int32(0)
             while step < steps:
-                cute.copy(r_tma, r_from[(None, step, k)], r_to[(None, step, stage)], tma_bar_ptr=full + stage)
+                for piece in cutlass.range_constexpr(v.pieces):
+                    of, to = v.pieces * k + piece, v.pieces * stage + piece
+                    cute.copy(r_tma, r_from[(None, step, of)], r_to[(None, step, to)], tma_bar_ptr=full + stage)
                 step += 1
             stage += 1
             if stage == v.num_stages:
@@ -171,13 +161,39 @@ def load_in_order(
                 phase ^= 1
             k += 1
         waiting = Int32(0)
-        tile += turn
+        turn += 1
 
 
 @cute.jit
-def _weight_boxes(w_tma: cute.CopyAtom, w_coords: cute.Tensor, weights: cute.Tensor, first_row: Int32):
+def _load_weights(
+    v: cutlass.Constexpr,
+    w_tma: cute.CopyAtom,
+    first: cute.Tensor,
+    second: cute.Tensor,
+    to: cute.Tensor,
+    k: Int32,
+    stage: Int32,
+    barrier: cute.Pointer,
+) -> None:
+    """Both boxes of a stage."""
+    for which in cutlass.range_constexpr(2):
+        box = first if which == 0 else second
+        for piece in cutlass.range_constexpr(v.pieces):
+            place = (2 * stage + which) * v.pieces + piece
+            source = box[(None, v.pieces * k + piece)]
+            if cutlass.const_expr(v.cluster == 1):
+                cute.copy(w_tma, source, to[(None, place)], tma_bar_ptr=barrier)
+            else:
+                cute.copy(w_tma, source, to[(None, place)], tma_bar_ptr=barrier, mcast_mask=Int16((1 << v.cluster) - 1))
+
+
+@cute.jit
+def _weight_boxes(
+    v: cutlass.Constexpr, w_tma: cute.CopyAtom, w_coords: cute.Tensor, weights: cute.Tensor, first_row: Int32
+):
     """(where boxes go, where they come from) for rows of weights from `first_row`."""
-    own = cute.local_tile(cute.domain_offset((first_row, 0), w_coords), (BOX, DEPTH), (0, None))
+    own = cute.local_tile(cute.domain_offset((first_row, 0), w_coords), (v.box, DEPTH), (0, None))
+    rank = Int32(0) if cutlass.const_expr(v.cluster == 1) else cute.arch.block_idx_in_cluster()
     return cpasync.tma_partition(
-        w_tma, 0, cute.make_layout(1), cute.group_modes(weights, 0, 2), cute.group_modes(own, 0, 2)
+        w_tma, rank, cute.make_layout(v.cluster), cute.group_modes(weights, 0, 2), cute.group_modes(own, 0, 2)
     )

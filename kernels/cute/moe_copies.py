@@ -31,12 +31,18 @@ def store_transposed(target: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> N
 @cute.jit
 def move_16_bytes(target: Int64, source: Int32) -> None:
     """From shared to global memory."""
-    a, b, c, d = cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32, Int32, Int32, Int32],
-        read_only_args=[source],
-    )
+    a, b, c, d = load_four(source)
     cute.arch.inline_ptx(
         "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[target, a, b, c, d],
+    )
+
+
+@cute.jit
+def load_four(source: Int32):
+    """Four numbers of 32 bits from shared memory, at a multiple of 16 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[source],
     )

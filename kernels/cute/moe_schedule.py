@@ -1,9 +1,11 @@
 """How the CTAs of a grouped product share its tiles, all of it read on the device.
 
 An expert's pairs are cut into as few tiles as hold them, of equal length; each of them times each block of output
-channels is a tile of the product. Tile t belongs to CTA t % W. Tiles that share weights stand beside one another, so
-that they run at one time: an expert's tiles of pairs come in groups of at most 8, and a group goes through all channels
-before the next. Each lane of a warp looks up one of the next 32 tiles of its CTA.
+channels is a tile of the product. Experts stand in the order of their tiles' lengths, the longest first, and CTAs take
+turns from either end: tile 0 to W - 1 belong to CTA 0 to W - 1, tile W to 2 W - 1 to CTA W - 1 to 0, and so on, which
+leaves all with nearly the same work. Tiles that share weights stand beside one another, so that they run at one time:
+an expert's tiles of pairs come in groups of at most 8, and a group goes through all channels before the next. Each lane
+of a warp looks up one of the next 32 tiles of its CTA.
 
 E experts, W CTAs.
 """
@@ -12,70 +14,153 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from dist_infer.kernels.cute.moe_copies import load_four
+
 MAX_EXPERTS = 256
-TABLE_LEN = MAX_EXPERTS + 32  # whole warps write behind the last expert
+TABLE_LEN = MAX_EXPERTS + 8
+_TOTALS = MAX_EXPERTS  # behind the experts of a table: what the warps of the plan have counted
 _GROUP = 8
-_NEVER = 0x7FFFFFFF
+_BITS = 8  # of an expert's number
+
+
+def make_tables(memory: cute.Pointer) -> tuple[cute.Tensor, ...]:
+    """(tiles that come before an expert's, its first pair, its pairs, its number), from 4 x TABLE_LEN Int32.
+
+    The first has one entry more: how many tiles there are.
+    """
+    return tuple(cute.make_tensor(memory + TABLE_LEN * which, cute.make_layout(TABLE_LEN)) for which in range(4))
 
 
 @cute.jit
 def plan_tiles(
-    firsts: cute.Tensor, tiles_before: cute.Tensor, first_pairs: cute.Tensor, channel_blocks: Int32, pairs: int
+    firsts: cute.Tensor,
+    tables: tuple[cute.Tensor, ...],
+    channel_blocks: Int32,
+    pairs: cutlass.Constexpr,
+    sorts: cutlass.Constexpr,
+    together: cutlass.Constexpr = 1,
 ) -> None:
-    """One warp copies `firsts` [E + 1] to shared memory and writes how many tiles come before each expert's."""
-    lane = cute.arch.lane_idx()
+    """All threads of a CTA, at least MAX_EXPERTS, write the tables from `firsts` [E + 1].
+
+    A tile has `pairs` at most, an expert as many tiles as are a multiple of `together`, so some may be empty.
+    """
+    thread, _, _ = cute.arch.thread_idx()
     num_experts = firsts.shape[0] - 1
-    seen = Int32(0)
-    base = Int32(0)
-    while base < TABLE_LEN:
-        expert = base + lane
-        tiles = Int32(0)
-        first = Int32(0)
-        if expert <= num_experts:
-            first = firsts[expert]
-        if expert < num_experts:
-            tiles = (firsts[expert + 1] - first + pairs - 1) // pairs * channel_blocks
-        upto = tiles  # of the lanes up to this one
-        for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, 1 << step)
-            if lane >= (1 << step):
-                upto += other
-        before = seen + upto - tiles
-        if expert > num_experts:
-            before = Int32(_NEVER)
-        tiles_before[expert] = before
-        first_pairs[expert] = first
-        seen += cute.arch.shuffle_sync(upto, 31)
-        base += 32
+    first, count = Int32(0), Int32(0)
+    if thread < num_experts:
+        first = firsts[thread]
+        count = firsts[thread + 1] - first
+    plan_experts(first, count, num_experts, tables, channel_blocks, pairs, sorts, together)
+
+
+@cute.jit
+def plan_experts(
+    first: Int32,
+    count: Int32,
+    num_experts: Int32,
+    tables: tuple[cute.Tensor, ...],
+    channel_blocks: Int32,
+    pairs: cutlass.Constexpr,
+    sorts: cutlass.Constexpr,
+    together: cutlass.Constexpr = 1,
+) -> None:
+    """As plan_tiles, where each thread knows the first pair of its expert and how many there are."""
+    tiles_before, first_pairs, counts, experts = tables
+    thread, _, _ = cute.arch.thread_idx()
+    place = thread
+    if cutlass.const_expr(sorts):
+        longest, _ = _cut(count, pairs, together)
+        key = (longest << _BITS) + (MAX_EXPERTS - 1 - thread)  # different in all threads
+        if thread < MAX_EXPERTS:
+            tiles_before[thread] = key
+        cute.arch.sync_threads()
+        if thread < num_experts:
+            place = Int32(0)
+            other = Int32(0)
+            while other < num_experts:
+                for value in load_four(tiles_before.iterator.toint() + other * 4):
+                    if value > key:
+                        place += 1
+                other += 4
+    if thread < MAX_EXPERTS:
+        first_pairs[place], counts[place], experts[place] = first, count, thread
+    cute.arch.sync_threads()
+    tiles = Int32(0)
+    if thread < MAX_EXPERTS:
+        _, tiles = _cut(counts[thread], pairs, together)
+        tiles *= channel_blocks
+    upto = sum_up_to(tiles, experts)
+    if thread < MAX_EXPERTS:
+        tiles_before[thread] = upto - tiles
+        if thread == MAX_EXPERTS - 1:
+            tiles_before[MAX_EXPERTS] = upto
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def sum_up_to(value: Int32, table: cute.Tensor) -> Int32:
+    """The values of the threads up to this one, of the first MAX_EXPERTS. All threads take part, with a table's end."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    upto = value
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(upto, 1 << step)
+        if cute.arch.lane_idx() >= (1 << step):
+            upto += below
+    if thread < MAX_EXPERTS and thread % 32 == 31:
+        table[_TOTALS + warp] = upto
+    cute.arch.sync_threads()
+    if thread < MAX_EXPERTS:
+        for idx in cutlass.range_constexpr(MAX_EXPERTS // 32 - 1):
+            if idx < warp:
+                upto += table[_TOTALS + idx]
+    return upto
+
+
+@cute.jit
+def tile_of(turn: Int32) -> Int32:
+    """The tile that this CTA has when it is its turn."""
+    cta, _, _ = cute.arch.block_idx()
+    num_ctas, _, _ = cute.arch.grid_dim()
+    from_start = turn * num_ctas + cta
+    from_end = (turn + 1) * num_ctas - 1 - cta
+    return from_start if turn % 2 == 0 else from_end
 
 
 @cute.jit
 def look_up(
-    tiles_before: cute.Tensor,
-    first_pairs: cute.Tensor,
-    tile: Int32,
+    tables: tuple[cute.Tensor, ...],
+    turn: Int32,
     num_tiles: Int32,
     channel_blocks: Int32,
-    pairs: int,
+    pairs: cutlass.Constexpr,
+    together: cutlass.Constexpr = 1,
 ):
     """(expert, block of channels, first pair, pairs of the tile, pairs of the expert's longest tile).
 
-    Of a tile behind the last one it tells nothing of use.
+    Of an empty tile the pairs are 0 or less. Behind the last tile it tells nothing of use.
     """
-    known = cutlass.max(cutlass.min(tile, num_tiles - 1), Int32(0))
-    expert = Int32(0)
+    tiles_before, first_pairs, counts, experts = tables
+    known = cutlass.max(cutlass.min(tile_of(turn), num_tiles - 1), Int32(0))
+    place = Int32(0)
     for step in cutlass.range_constexpr(8):
-        further = expert + (MAX_EXPERTS >> (step + 1))
+        further = place + (MAX_EXPERTS >> (step + 1))
         if tiles_before[further] <= known:
-            expert = further
-    within = known - tiles_before[expert]
-    first = first_pairs[expert]
-    count = first_pairs[expert + 1] - first
-    tiles = cutlass.max((count + pairs - 1) // pairs, Int32(1))
-    longest = (count + tiles - 1) // tiles
+            place = further
+    within = known - tiles_before[place]
+    first, count = first_pairs[place], counts[place]
+    longest, tiles = _cut(count, pairs, together)
     group = within // (_GROUP * channel_blocks)
     within -= group * _GROUP * channel_blocks
-    in_group = cutlass.min(tiles - group * _GROUP, Int32(_GROUP))
+    in_group = cutlass.max(cutlass.min(tiles - group * _GROUP, Int32(_GROUP)), Int32(1))
     block = within // in_group
     skipped = (group * _GROUP + within - block * in_group) * longest
-    return expert, block, first + skipped, cutlass.min(longest, count - skipped), longest
+    return experts[place], block, first + skipped, cutlass.min(longest, count - skipped), longest
+
+
+@cute.jit
+def _cut(count: Int32, pairs: cutlass.Constexpr, together: cutlass.Constexpr):
+    """(length of the longest tile, tiles) of so many pairs."""
+    tiles = (count + pairs * together - 1) // (pairs * together) * together
+    least = cutlass.max(tiles, Int32(1))
+    return (count + least - 1) // least, tiles

@@ -2,8 +2,8 @@
 
 Few pairs take one launch. A program takes an expert and needs nothing of the others: it counts the pairs of smaller
 experts and its own, which gives the place of its first pair, then writes its pairs in ascending order. Every program
-looks at all pairs, so many pairs take two launches: programs count their pairs by expert, and with the counts of all of
-them put their pairs in place, chunk by chunk.
+looks at all pairs, so many pairs take three launches: programs count the pairs of a chunk by expert; a program for each
+expert finds from all counts where its pairs of each chunk begin; programs put the pairs of a chunk there.
 
 A block is up to M pairs of one expert. The blocks of expert e begin at (pairs before it + e (M - 1)) // M: that leaves
 room for its pairs in whole blocks, and needs no sum over other experts' blocks. What is left between is marked unused.
@@ -20,9 +20,9 @@ from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inp
 
 _FEW_PAIRS = (512, 2048, 4096)  # up to so many take one launch; no more variants, each is a compilation
 _CHUNK = 256  # pairs
-_MAX_PROGRAMS = 128  # every one reads the counts of all
 _PAIRS = 64  # that are compared together with all experts, and with the pairs of their chunk
-_COUNTS = 4096  # that are read together, of several programs and all experts
+_COUNTS = 4096  # that are read together, of several chunks and all experts
+_COLUMN = tl.constexpr(256)  # counts of one expert that are read together
 _TABLE = tl.constexpr(32)  # blocks that are written together
 
 
@@ -63,26 +63,25 @@ def align(expert_ids: Tensor, num_experts: int, block_len: int) -> PairBlocks:
             **overlapping(expert_ids),
         )
         return PairBlocks(order, table, firsts, block_len)
-    turns = triton.cdiv(num_pairs, _CHUNK * _MAX_PROGRAMS)
-    num_programs = triton.cdiv(num_pairs, turns * _CHUNK)
-    counts = torch.empty(num_programs, num_experts, dtype=torch.int32, device=expert_ids.device)
+    num_chunks = triton.cdiv(num_pairs, _CHUNK)
+    counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=expert_ids.device)
+    starts = torch.empty_like(counts)
+    sizes = {"NUM_EXPERTS": num_experts, "num_warps": 8, **overlapping(expert_ids)}
     experts = triton.next_power_of_2(num_experts)
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "PAIRS": _PAIRS, "CHUNK": _CHUNK, "num_warps": 8}
-    sizes |= overlapping(expert_ids)
-    _count_kernel[(num_programs,)](expert_ids, counts, num_pairs, turns, **sizes)
-    _place_kernel[(num_programs,)](
-        expert_ids,
+    _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, EXPERTS=experts, PAIRS=_PAIRS, CHUNK=_CHUNK, **sizes)
+    _start_kernel[(num_experts,)](
         counts,
-        order,
+        starts,
         table,
         firsts,
-        num_pairs,
         num_blocks,
+        num_chunks,
         block_len,
-        turns,
-        ROWS=max(1, _COUNTS // experts),
+        EXPERTS=experts,
+        CHUNKS=max(1, _COUNTS // experts),
         **sizes,
     )
+    _place_kernel[(num_chunks,)](expert_ids, starts, order, num_pairs, PAIRS=_PAIRS, CHUNK=_CHUNK, **sizes)
     return PairBlocks(order, table, firsts, block_len)
 
 
@@ -113,12 +112,11 @@ def _align_kernel(
     _write_blocks(table, num_blocks, expert, first, end, block_len, NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "turns"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     ids,
     counts,
     num_pairs,
-    turns,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -127,83 +125,71 @@ def _count_kernel(
 ):
     wait_for_inputs(OVERLAP)
     expert = tl.arange(0, EXPERTS)
-    total = tl.zeros([PAIRS, EXPERTS], tl.int32)
-    for start in range(0, turns * CHUNK, PAIRS):
-        pair = tl.program_id(0) * turns * CHUNK + start + tl.arange(0, PAIRS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, CHUNK, PAIRS):
+        pair = tl.program_id(0) * CHUNK + start + tl.arange(0, PAIRS)
         own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        total += (own[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + expert, tl.sum(total, 0), mask=expert < NUM_EXPERTS)
+        total += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + expert, total, mask=expert < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "block_len", "turns"])
-def _place_kernel(
-    ids,
+@triton.jit(do_not_specialize=["num_blocks", "num_chunks", "block_len"])
+def _start_kernel(
     counts,
-    order,
+    starts,
     table,
     firsts,
-    num_pairs,
     num_blocks,
+    num_chunks,
     block_len,
-    turns,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    expert = tl.arange(0, EXPERTS)
-    earlier = tl.zeros([ROWS, EXPERTS], tl.int32)  # pairs of the programs before this one
-    total = tl.zeros([ROWS, EXPERTS], tl.int32)
-    for start in range(0, num_programs, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_programs) & (expert < NUM_EXPERTS)[None, :]
-        part = tl.load(counts + row * NUM_EXPERTS + expert[None, :], mask=inside, other=0)
-        total += part
-        earlier += tl.where(row < program, part, 0)
-    num_own = tl.sum(total, 0)
-    end = tl.cumsum(num_own, 0)
-    if program == 0:
-        tl.store(firsts + 1 + expert, end, mask=expert < NUM_EXPERTS)
-        tl.store(firsts, 0)
-    for own in range(program, NUM_EXPERTS, num_programs):
-        own_end = tl.sum(tl.where(expert == own, end, 0))
-        own_first = own_end - tl.sum(tl.where(expert == own, num_own, 0))
-        _write_blocks(table, num_blocks, own, own_first, own_end, block_len, NUM_EXPERTS)
-    first = end - num_own + tl.sum(earlier, 0)  # where the next pair of each expert goes
-    for turn in range(turns):
-        base = (program * turns + turn) * CHUNK
-        first = _place_chunk(ids, order, first, base, num_pairs, NUM_EXPERTS, EXPERTS, PAIRS, CHUNK)
+    own = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)[None, :]
+    smaller = tl.zeros([CHUNKS, EXPERTS], tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)[:, None]
+        smaller += tl.load(counts + chunk * NUM_EXPERTS + expert, mask=(chunk < num_chunks) & (expert < own), other=0)
+    first = tl.sum(smaller)
+    end = first
+    for start in range(0, num_chunks, _COLUMN):
+        chunk = start + tl.arange(0, _COLUMN)
+        inside = chunk < num_chunks
+        column = tl.load(counts + chunk * NUM_EXPERTS + own, mask=inside, other=0)
+        tl.store(starts + chunk * NUM_EXPERTS + own, end + tl.cumsum(column, 0) - column, mask=inside)
+        end += tl.sum(column)
+    tl.store(firsts + own, first)
+    tl.store(firsts + NUM_EXPERTS, end, mask=own == NUM_EXPERTS - 1)
+    _write_blocks(table, num_blocks, own, first, end, block_len, NUM_EXPERTS)
 
 
-@triton.jit
-def _place_chunk(
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_kernel(
     ids,
+    starts,
     order,
-    first,
-    base,
     num_pairs,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Where the pairs behind these go. `first` is never read for what is no expert held: such pairs go nowhere."""
-    expert = tl.arange(0, EXPERTS)
-    pair = base + tl.arange(0, CHUNK)
+    wait_for_inputs(OVERLAP)
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
     own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-    place = tl.zeros([CHUNK], tl.int32)
+    earlier = tl.zeros([CHUNK, PAIRS], tl.int32)
     for start in range(0, CHUNK, PAIRS):
-        other = base + start + tl.arange(0, PAIRS)
-        of_other = tl.load(ids + other, mask=other < num_pairs, other=-1).to(tl.int32)
-        place += tl.sum(((own[:, None] == of_other[None, :]) & (other[None, :] < pair[:, None])).to(tl.int32), 1)
-    is_own = own[:, None] == expert[None, :]
-    place += tl.sum(tl.where(is_own, first[None, :], 0), 1)
-    tl.store(order + place, pair, mask=(own >= 0) & (own < NUM_EXPERTS))
-    return first + tl.sum(is_own.to(tl.int32), 0)
+        other = chunk * CHUNK + start + tl.arange(0, PAIRS)
+        expert = tl.load(ids + other, mask=other < num_pairs, other=-1).to(tl.int32)
+        earlier += ((own[:, None] == expert[None, :]) & (other[None, :] < pair[:, None])).to(tl.int32)
+    placed = (own >= 0) & (own < NUM_EXPERTS)
+    place = tl.load(starts + chunk * NUM_EXPERTS + own, mask=placed, other=0) + tl.sum(earlier, 1)
+    tl.store(order + place, pair, mask=placed)
 
 
 @triton.jit

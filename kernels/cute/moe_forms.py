@@ -1,0 +1,41 @@
+"""Forms of the grouped products, by how many pairs an expert has on average: data, measured on an H200."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, SHORT
+
+
+class Form(NamedTuple):
+    """What of a variant is not what is computed; see grouped_gemm_parts.Variant."""
+
+    sizes: tuple[int, ...]
+    num_stages: int
+    box: int
+    pieces: int
+    num_ctas: int = 1
+    cluster: int = 1
+
+    @property
+    def is_short(self) -> bool:
+        """Tiles are so short that weights are what takes time, and their order doesn't tell."""
+        return self.sizes[-1] <= SHORT
+
+
+# Up to so many pairs an expert. Where weights are what takes time, more of them are on their way in longer pieces.
+FORMS: Sequence[tuple[float, Form]] = (
+    (3, Form((8, 16), 6, 64, 2)),
+    (12, Form((8, 16, 24, 32), 5, 64, 2)),
+    (24, Form((8, 16, 24, 32, 40, 48), 4, 64, 2)),
+    (float("inf"), Form((16, 32, 48, 64, 80, 96, 104, 112, 120, 128, 136, 144), 4, 128, 1)),
+)
+
+
+def form_for(num_pairs: int, num_experts: int, width: int, place: int | None = None) -> Form:
+    """The form in that place, None: the measured best. Rows of `width` are whole stages."""
+    if place is None:
+        place = next(place for place, (density, _) in enumerate(FORMS) if num_pairs <= density * num_experts)
+    form = FORMS[place][1]
+    if width % (DEPTH * form.pieces):
+        return form._replace(pieces=1, num_stages=form.num_stages * form.pieces)
+    return form
