@@ -60,11 +60,12 @@ def measure_attention(
     time_us: Time,
     *,
     libraries: Sequence[Library[PlanFunction]] = LIBRARIES,
-    num_seqs: Sequence[int] = NUM_SEQS,
+    num_seqs: Sequence[int] | None = None,
     contexts: Sequence[int] = CONTEXTS,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Measured]:
     """The entries of this device for these numbers of heads, from the sum of the times at all contexts."""
+    num_seqs = num_seqs or NUM_SEQS
     cache = torch.zeros(max(num_seqs) * max(contexts), _LATENT + _ROTATED, dtype=target.dtype, device=target.device)
     cache.normal_(generator=torch.Generator(target.device).manual_seed(0))
     found = []

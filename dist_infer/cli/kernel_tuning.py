@@ -77,11 +77,11 @@ def _measure(tuning: Tuning, environment: Environment, world: World) -> None:
         world.watchdog.progress(what)
         _log.info("%s", what)
 
+    path = open_private_folder(environment.cache_dir) / _name(tuning.kind)  # before time is spent
     target = Target(device=world.device, dtype=torch.bfloat16)
     found = tuning.measure(target, graph_us(world.device), on_progress)
     earlier = _read(environment.cache_dir, tuning.kind)
     kept = [entry for entry in earlier if not _is_replaced(entry, target.device_name, tuning)]
-    path = open_private_folder(environment.cache_dir) / _name(tuning.kind)
     write_atomically(path, to_json([*found, *kept], _versions()).encode())
     for entry in found:
         sizes = ", ".join(f"{name} {_spell(values)}" for name, values in entry.sizes.items())

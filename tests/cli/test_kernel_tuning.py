@@ -9,7 +9,7 @@ import torch
 from dist_infer.cli import kernel_tuning
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.kernel_tuning import _tune, attention_of, experts_of, read_tuned
-from dist_infer.kernels import tune_moe
+from dist_infer.kernels import tune, tune_moe
 from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.tune import to_json
 from dist_infer.kernels.tune_moe import Layer
@@ -71,7 +71,8 @@ def test_only_what_was_measured_anew_is_replaced() -> None:
 @pytest.mark.gpu
 def test_later_jobs_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(tune_moe, "MAX_PAIRS", 64)
+    monkeypatch.setattr(tune_moe, "MAX_PAIRS", 4)
+    monkeypatch.setattr(tune, "NUM_SEQS", (1,))
     environment = Environment(launcher=None, cache_dir=tmp_path)
     with World.open(device="cuda", env={}) as world:
         write(tmp_path, to_json([ENTRY], kernel_tuning._versions()))
