@@ -4,11 +4,15 @@
 
 One layer's attention over cached latents, bf16, pages of 64 in random order, uniform lengths; the products with kv_b
 are not part of it. The first and the last sequence of each case are checked against float64, ours and the peers'. For
-peers see vllm_wheel.
+peers see vllm_wheel. The first row is the host's time of a call that is not captured, all layers' arguments prepared;
+its bounds are that of an addition by torch, which has little more to do than to launch, and of mla_decode, which
+checks and packs all arguments at every call.
 """
 
+import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +22,7 @@ from torch import Tensor
 from benchmarks.mla_peers import Inputs, Shape, mla_peers
 from benchmarks.timing import BenchmarkError, Row, Run, compare, floor_us, write_results
 from benchmarks.vllm_wheel import parse_peers
-from dist_infer.kernels.cute.mla_decode import Workspace, choose_rows, mla_decode
+from dist_infer.kernels.cute.mla_decode import Decode, Workspace, choose_rows, mla_decode
 
 PAGE_SIZE = 64
 WIDTH, LATENT = 576, 512
@@ -28,6 +32,7 @@ MAX_ERROR = 0.004  # of the norm, in bf16
 BATCHES = (1, 8, 32, 64, 128)
 CONTEXTS = (1024, 4096, 8192)
 LONGEST = 32768
+HOST_BURST, HOST_BURSTS = 100, 30
 CASES = (  # heads, query tokens, batch, context
     *((16, 1, batch, kv_len) for kv_len in CONTEXTS for batch in BATCHES),
     *((128, 1, batch, kv_len) for kv_len in CONTEXTS for batch in BATCHES),
@@ -95,6 +100,43 @@ def measure(name: str, heads: int, query_len: int, batch: int, kv_len: int, fold
     )
 
 
+def measure_host() -> Row:
+    """What a call costs the host: bursts that the launch queue holds, on a stream of their own."""
+    batch, heads, kv_len = 8, 16, 1024
+    num_pages = kv_len // PAGE_SIZE
+    q = torch.zeros(batch, heads, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+    rows = torch.zeros(batch * kv_len, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.arange(batch * num_pages, device=DEVICE).int().view(batch, num_pages)
+    kv_lens = torch.full((batch,), kv_len, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(batch, heads, LATENT, dtype=q.dtype, device=DEVICE)
+    space = Workspace(choose_rows(heads), q.device)
+
+    def whole() -> None:
+        mla_decode(
+            q, rows, table, kv_lens, page_size=PAGE_SIZE, query_len=1, scale=SCALE, workspace=space, out=out, lse=lse
+        )
+
+    prepared = Decode(q, rows, table, kv_lens, page_size=PAGE_SIZE, query_len=1, scale=SCALE, workspace=space)
+    lse = prepared.lse
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        ours = host_us(lambda: prepared(q, rows, out))
+        bounds = {"torch's add_": host_us(lambda: lse.add_(1)), "mla_decode": host_us(whole)}
+    name = f"host call h={heads} b={batch} kv={kv_len} q=1"
+    return Row(case=name, ours_us=ours, library="cute", bounds=bounds)
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """The median of bursts."""
+    samples = []
+    for _ in range(HOST_BURSTS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_BURST):
+            call()
+        samples.append((time.perf_counter() - start) * 1e6 / HOST_BURST)
+    return statistics.median(samples)
+
+
 def check(name: str, out: Tensor, inputs: Inputs, query_len: int, kv_len: int) -> None:
     """The first and the last sequence in float64."""
     q, rows, table = inputs
@@ -117,7 +159,8 @@ def main() -> int:
     Errors: BenchmarkError for a wrong result.
     """
     folder = parse_peers(__doc__, sys.argv[1:]).peers
-    rows = []
+    rows = [measure_host()]
+    sys.stdout.write(f"{rows[0].case}: {rows[0].ours_us:.2f} us, {dict(rows[0].bounds)}\n")
     for case in cases():
         rows.append(measure(*case, folder))
         row = rows[-1]

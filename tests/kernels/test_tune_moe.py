@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from dist_infer.kernels import tune_moe
 from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, Target, resolve
 from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction
-from dist_infer.kernels.tune import graph_us
+from dist_infer.kernels.tune import graph_us, ways_of
 from dist_infer.kernels.tune_moe import Layer, measure_experts, rows_of
 from tests.kernels.library_runs import named
 
@@ -68,3 +69,19 @@ def test_libraries_are_timed_on_a_gpu() -> None:
     layer = Layer(16, 2, 256, 128)
     found = measure_experts(Target(device=device, dtype=torch.bfloat16), [layer], graph_us(device), max_pairs=1024)
     assert found[-1].sizes["pairs"].stop == 1025 and found[0].device == torch.cuda.get_device_name(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 700])
+def test_no_way_changes_more_than_the_order_of_sums(rows: int) -> None:
+    layer = Layer(16, 4, 256, 128)
+    target = Target(device=torch.device("cuda"), dtype=torch.bfloat16, geometry=layer.geometry)
+    given = (*tune_moe._routed(layer, rows, target, 0), *tune_moe._weights(layer, target), GatedActivation.SILU)
+    libraries = resolve("moe_experts", LIBRARIES, target).libraries
+    x, ids, factors, up, down, activation = given
+    expected = named(LIBRARIES, "torch").function(
+        x.double(), ids, factors.double(), up.double(), down.double(), activation
+    )
+    for way in ways_of(libraries):
+        out = way.library.told(way.tactic).function(*given).double()
+        assert (out - expected).norm() <= 0.01 * expected.norm(), way.label
