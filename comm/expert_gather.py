@@ -42,11 +42,9 @@ class GatherScatter:
             part = rows.unpack(gathers.popleft().wait()).apply(experts, self._held)
             scatter = partial(self._world.reduce_scatter, part, plan.sizes(chunk))
             results.append(self._lane.start(scatter, part))
-        return [
-            result.wait()
-            for chunk, result in enumerate(results)
-            if not plan.own(self._world.rank, chunk)[1]  # what a stand-in gives is dropped
-        ]
+        # What a stand-in gives is dropped, but waited for: its part may not be overwritten while the peers get it.
+        waited = [result.wait() for result in results]
+        return [result for chunk, result in enumerate(waited) if not plan.own(self._world.rank, chunk)[1]]
 
     def _gather(self, rows: ExpertRows, plan: ChunkPlan, chunk: int) -> Pending:
         own, is_stand_in = plan.own(self._world.rank, chunk)

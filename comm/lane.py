@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Pending:
-    """A tensor that is being made."""
+    """A tensor that is being made. It must be waited for, needed or not: until then its inputs are in use."""
 
     def __init__(self, value: Tensor, inputs: Sequence[Tensor] = (), done: torch.cuda.Event | None = None) -> None:
         self._value = value

@@ -23,11 +23,19 @@ class _Table:
         self.barrier = Barrier(size, timeout=timeout_s)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Threads don't wait for each other's streams: on a GPU all tensors are there and copied before any goes on."""
+        _finish(x)
         self.tensors[rank] = x
         self.barrier.wait()
-        seen = [tensor for tensor in self.tensors if tensor is not None]
+        seen = [tensor.clone() if tensor.is_cuda else tensor for tensor in self.tensors if tensor is not None]
+        _finish(x)
         self.barrier.wait()
         return seen
+
+
+def _finish(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
 
 
 class FakeCollectives:

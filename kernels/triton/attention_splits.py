@@ -11,6 +11,7 @@ S sequences, N query heads, V value channels, P splits.
 """
 
 from functools import cache
+from math import prod
 
 import torch
 import triton
@@ -62,7 +63,9 @@ class SplitResults:
     def __init__(self, like: Tensor, num_seqs: int, num_heads: int, num_splits: int, value_dim: int) -> None:
         shape = (num_seqs, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
         self.total = torch.empty(*shape, value_dim, dtype=torch.float32, device=like.device)
-        self.largest, self.weight_sum = torch.empty(2, *shape, dtype=torch.float32, device=like.device).unbind()
+        # Both begin at whole 16 bytes for any number of sequences: kernels are compiled for such addresses.
+        numbers = torch.empty(2, -(-prod(shape) // 4) * 4, dtype=torch.float32, device=like.device)
+        self.largest, self.weight_sum = (row[: prod(shape)].view(shape) for row in numbers)
 
     def merge(
         self,

@@ -1,5 +1,7 @@
 """The order of gathering, computing and scattering. What comes out is tested in test_expert."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from dist_infer.comm.collectives import Collectives
 from dist_infer.comm.expert_gather import GatherScatter
 from dist_infer.comm.expert_rows import ExpertRows
-from dist_infer.comm.lane import Lane
+from dist_infer.comm.lane import Lane, Pending
 from dist_infer.comm.moe_chunks import ChunkPlan, plan_chunks
 from tests.fake_collectives import FakeCollectives, run_group
 
@@ -43,3 +45,24 @@ def test_next_gather_before_this_scatter_where_they_overlap(monkeypatch: pytest.
     monkeypatch.setattr(Lane, "overlaps", True)
     assert order_of(plan_chunks([9, 2], 3)) == ["G" + "GES" * 3 + "ES"] * 2
     assert order_of(plan_chunks([1, 2], None)) == ["GES"] * 2
+
+
+def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a stand-in's part would be given to others while the peers still get it."""
+    plain_start, plain_wait = Lane.start, Pending.wait
+    started: list[Pending] = []
+    waited: list[Pending] = []
+
+    def start(lane: Lane, work: Callable[[], Tensor], *inputs: Tensor) -> Pending:
+        started.append(plain_start(lane, work, *inputs))
+        return started[-1]
+
+    def wait(pending: Pending) -> Tensor:
+        waited.append(pending)
+        return plain_wait(pending)
+
+    monkeypatch.setattr(Lane, "start", start)
+    monkeypatch.setattr(Pending, "wait", wait)
+    order_of(plan_chunks([9, 2], 3))
+    assert {id(pending) for pending in waited} == {id(pending) for pending in started}
+    assert len(started) == 2 * 2 * 4
