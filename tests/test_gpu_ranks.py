@@ -168,9 +168,9 @@ def run(step_runner: StepRunner, place: Place, batches: Sequence[Batch | None]) 
     return place.tp.all_gather(logits.t().contiguous(), split_sizes(VOCAB_SIZE, place.mesh.tp)).t()
 
 
-def compare(ours: Tensor, expected: Tensor) -> None:
+def compare(ours: Tensor, expected: Tensor, where: str) -> None:
     error = (ours - expected).abs().max().item()
-    assert error < TOLERANCE
+    assert error < TOLERANCE, f"{where}: {error}"
     best = expected.topk(2, dim=1).values
     clear = best[:, 0] - best[:, 1] > 2 * error
     assert torch.equal(ours.argmax(1)[clear], expected.argmax(1)[clear])
@@ -192,18 +192,18 @@ def test_logits_are_those_of_one_gpu(
     with opened(world, dp=dp, ep=ep, by_peers=by_peers) as place:
         runners = [make_step_runner(folder, place, world.device, graphs=graphs) for graphs in (False, True)]
         done: dict[int, int] = {}
-        for first, second in STEPS:
+        for number, (first, second) in enumerate(STEPS):
             groups = [first, second] if dp == 2 else [[*first, *second]]
             before = dict(done)
             batches = batches_of(groups, done)
             expected = (
                 run(one, own, batches_of([groups[place.mesh.dp_rank]], before)) if groups[place.mesh.dp_rank] else None
             )
-            for step_runner in runners:
+            for way, step_runner in zip(("eager", "graph"), runners, strict=True):
                 logits = run(step_runner, place, batches)
                 assert (logits is None) == (expected is None)
                 if logits is not None and expected is not None:
-                    compare(logits, expected)
+                    compare(logits, expected, f"step {number}, {way}")
         del runners
 
 
