@@ -196,7 +196,7 @@ def encode_fp8(values, scale):
 
 @triton.jit
 def scale_offset(row, block, blocks_per_row, FORMAT: tl.constexpr):
-    """Where the scale of a row's block stands: a term of the row, which is the same for all blocks, and one of these."""
+    """Where the scale of a row's block stands: a term that is the same for the whole row, and one of the block."""
     if FORMAT == "nvfp4" or FORMAT == "mxfp8":
         of_row = (row >> 7) * (blocks_per_row // 4 * 512) + (row & 31) * 16 + ((row >> 5) & 3) * 4
         offset = of_row + ((block >> 2) * 512 + (block & 3))
