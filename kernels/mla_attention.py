@@ -14,16 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels import quantize as quantize_op
+from dist_infer.kernels.carriers import PagedStep, QuantizedTensor
 from dist_infer.kernels.dispatch import Library, Phase, Sizes, Target, deferred, on_cute, on_triton
-from dist_infer.kernels.phases import Attend, Plan, plan_by_phase
+from dist_infer.kernels.phases import Attend, Plan, num_seqs_by_phase, plan_by_phase
+from dist_infer.kernels.quantize import INPUT_DTYPES, QuantizeFunction
 from dist_infer.kernels.reference.mla_attention import plan_mla_attention as reference_plan
 
 _CUTE_PAGES = (16, 32, 64, 128)
+_CUTE_TACTICS = tuple({"num_workers": count} for count in (8, 16, 32, 64))
 
 
 class PlanFunction(Protocol):
-    """(step, kv_lora_rank, scale, batch_invariant) -> attend(q, cache, kv_b, cache_scale)."""
+    """(step, kv_lora_rank, scale, batch_invariant) -> attend(q, cache, kv_b, cache_scale, quantized).
+
+    With `quantized` that is filled, and what attend gives is anything.
+    """
 
     def __call__(self, step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
         """Plans a step whose sequences have been checked."""
@@ -64,6 +70,7 @@ LIBRARIES: tuple[Library[PlanFunction], ...] = (
         supports=_on_pages_of_cute,
         graph_safe=True,
         phases=(Phase.GENERATION,),
+        tactics=_CUTE_TACTICS,
     ),
     Library(
         name="triton",
@@ -84,7 +91,7 @@ def plan_mla_attention(
     generation: Library[PlanFunction] | None = None,
     batch_invariant: bool = False,
 ) -> Attend:
-    """The attention of one step as a function (q, cache, kv_b, cache_scale=None) -> out.
+    """The attention of one step as a function (q, cache, kv_b, cache_scale=None, quantized=None) -> out.
 
     Sequences with one query go to the library of `generation`, if it is another one; all others to `library`.
 
@@ -98,11 +105,15 @@ def plan_mla_attention(
     the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
     e4m3 * cache_scale to the dtype of q, and may read the byte of NaN as 480.
 
+    `attend` takes one argument more, `quantized`: the carrier of another format, which it fills with what `quantize`
+    makes of the rounded rows, all heads side by side; the result is then anything.
+
     With `batch_invariant` the bits of a sequence's result don't depend on the other sequences of its step.
 
     In a captured step all sequences have one query, and a host length is the largest that the device's will be.
 
-    Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L], cache_scale [1] float32 -> [T, N, V], contiguous.
+    Shapes: q [T, N, P + R], cache [C, L + R], kv_b [N, P + V, L], cache_scale [1] float32, quantized (T, N * V)
+        -> [T, N, V], contiguous.
     Errors: ValueError when a sequence has fewer keys than queries (other than none) or more than its pages hold, and
         in the function for shapes or dtypes that don't fit.
     Source: DeepSeek-AI, DeepSeek-V2 (2024).
@@ -120,12 +131,21 @@ def plan_mla_attention(
         raise ValueError(f"mla_attention: kv_lens {kv_lens.tolist()} are above the {capacity} slots of the page table")
     given: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "scale": scale, "batch_invariant": batch_invariant}
     context: Plan = partial(library.function, **given)
+    is_mixed = False
     if generation is None or generation is library:
         planned = context(step)
     else:
         planned = plan_by_phase(step, context, partial(generation.function, **given))
+        is_mixed = all(num_seqs_by_phase(step))
+    quantize = _quantize_function(library)
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor,
+        cache: Tensor,
+        kv_b: Tensor,
+        cache_scale: Tensor | None = None,
+        quantized: QuantizedTensor | None = None,
+    ) -> Tensor:
         cache_dtype = q.dtype if cache_scale is None else torch.float8_e4m3fn
         plain_dim = q.shape[2] - (cache.shape[1] - kv_lora_rank)
         fits = (
@@ -142,6 +162,20 @@ def plan_mla_attention(
                 f"mla_attention: q, cache, kv_b don't fit a latent of {kv_lora_rank} and {step.num_tokens} tokens:"
                 f" {found}"
             )
-        return planned(q, cache, kv_b, cache_scale)
+        if quantized is None:
+            return planned(q, cache, kv_b, cache_scale)
+        if quantized.shape != (len(q), len(kv_b) * (kv_b.shape[1] - plain_dim)) or q.dtype not in INPUT_DTYPES:
+            raise ValueError(f"mla_attention: {q.dtype} can't fill a quantised {list(quantized.shape)}")
+        if not is_mixed:
+            return planned(q, cache, kv_b, cache_scale, quantized)
+        out = planned(q, cache, kv_b, cache_scale)
+        quantize(out.flatten(1), quantized)
+        return out
 
     return attend
+
+
+def _quantize_function(library: Library[PlanFunction]) -> QuantizeFunction:
+    """What quantises where this library computes."""
+    name = "torch" if library.name == "reference" else "triton"
+    return next(library.function for library in quantize_op.LIBRARIES if library.name == name)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.carriers import PagedStep, QuantizedTensor
 from dist_infer.kernels.phases import Attend
+from dist_infer.kernels.reference.quantize import quantize
 
 _MAX_SCORES = 1 << 20  # queries x keys of a block, for each head
 _SHORT_BITS = 6  # sequences of up to 64 keys are batched together, then by powers of two
@@ -52,7 +53,13 @@ def plan_mla_attention(
     absorbed = [_plan_absorbed(step, seqs) for seqs in groups]
     expanded = [_plan_expanded(step, seq) for seq in np.flatnonzero(active & ~short).tolist()]
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor,
+        cache: Tensor,
+        kv_b: Tensor,
+        cache_scale: Tensor | None = None,
+        quantized: QuantizedTensor | None = None,
+    ) -> Tensor:
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache.shape[1] - kv_lora_rank))
         out = q.new_zeros(*q.shape[:2], value_dim)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -63,6 +70,8 @@ def plan_mla_attention(
         for sequence in expanded:
             rows = _rows(cache, sequence.slots, cache_scale, wide)
             _attend_expanded(sequence, q, rows, weight, scale, out)
+        if quantized is not None:
+            quantize(out.flatten(1), quantized)
         return out
 
     return attend

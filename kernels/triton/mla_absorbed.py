@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.carriers import PagedStep, QuantizedTensor
 from dist_infer.kernels.triton.attention_splits import (
     SplitResults,
     choose_num_splits,
@@ -36,10 +36,11 @@ def attend_absorbed(
     cache_scale: Tensor | None,
     *,
     batch_invariant: bool = False,
+    quantized: QuantizedTensor | None = None,
 ) -> None:
-    """Fills `out` for a step in which each sequence has one query.
+    """Fills `out`, or `quantized` if given, for a step in which each sequence has one query.
 
-    Shapes: q [S, N, P + R], cache [C, L + R], kv_b [N, P + V, L], out [S, N, V] contiguous.
+    Shapes: q [S, N, P + R], cache [C, L + R], kv_b [N, P + V, L], out [S, N, V] contiguous, quantized (S, N * V).
     """
     num_seqs, num_heads, _ = q.shape
     latent_dim = kv_b.shape[2]
@@ -92,7 +93,7 @@ def attend_absorbed(
         **overlapping(q),
     )
     results.merge(latents, step.query_start, step.kv_lens, keys, fixed=batch_invariant)
-    apply_values(latents, kv_b, out, one_way=batch_invariant)
+    apply_values(latents, kv_b, out, one_way=batch_invariant, quantized=quantized)
 
 
 @triton.jit(

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import PagedStep
+from dist_infer.kernels.carriers import PagedStep, QuantizedTensor
 from dist_infer.kernels.phases import Attend, take_sequences
 from dist_infer.kernels.triton.mla_absorbed import attend_absorbed
 from dist_infer.kernels.triton.mla_expanded import attend_expanded, plan_expanded
+from dist_infer.kernels.triton.quantize import quantize
 
 
 def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batch_invariant: bool = False) -> Attend:
@@ -27,7 +28,13 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batc
         lambda wide: plan_expanded(step, wide=wide, one_by_one=batch_invariant)
     )  # the same for all layers
 
-    def attend(q: Tensor, cache: Tensor, kv_b: Tensor, cache_scale: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor,
+        cache: Tensor,
+        kv_b: Tensor,
+        cache_scale: Tensor | None = None,
+        quantized: QuantizedTensor | None = None,
+    ) -> Tensor:
         value_dim = kv_b.shape[1] - (q.shape[2] - (cache.shape[1] - kv_lora_rank))
         out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
         if len(q) == 0:
@@ -36,11 +43,14 @@ def plan_mla_attention(step: PagedStep, *, kv_lora_rank: int, scale: float, batc
         for part in parts_of(q.dtype == torch.float32):
             attend_expanded(step, part, q, cache, kv_b, scale, out, cache_scale)
         if rows is None:
-            absorbed(single_step, q, cache, kv_b, scale, out, cache_scale)
-        elif len(rows):
+            absorbed(single_step, q, cache, kv_b, scale, out, cache_scale, quantized=quantized)
+            return out
+        if len(rows):
             single_out = torch.empty(len(rows), *out.shape[1:], dtype=q.dtype, device=q.device)
             absorbed(single_step, q.index_select(0, rows), cache, kv_b, scale, single_out, cache_scale)
             out.index_copy_(0, rows, single_out)
+        if quantized is not None:
+            quantize(out.flatten(1), quantized)
         return out
 
     return attend

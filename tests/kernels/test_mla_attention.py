@@ -12,7 +12,9 @@ from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Phase, Target
 from dist_infer.kernels.mla_attention import LIBRARIES, PlanFunction, plan_mla_attention
 from dist_infer.kernels.phases import Attend, take_sequences
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.kernels.reference import mla_attention as reference
+from dist_infer.kernels.reference.quantize import quantize as reference_quantize
 from dist_infer.kernels.reference.quantize import to_e4m3
 from tests.kernels.aot import compile_ahead
 from tests.kernels.captured import captured
@@ -260,6 +262,59 @@ def test_what_cute_takes_of_a_narrow_cache() -> None:
     assert reason(16, torch.bfloat16) == "needs a GPU, not cpu"
     told = "takes a cache of E4M3 with up to 16 heads in bfloat16"
     assert reason(17, torch.bfloat16) == reason(16, torch.float16) == told
+
+
+@library_runs(LIBRARIES, [torch.bfloat16])
+@pytest.mark.parametrize("quant_format", [QuantFormat.FP8, QuantFormat.MXFP8, QuantFormat.MXFP8_LINEAR])
+@pytest.mark.parametrize("lens", ["decode", "all kinds"])
+def test_the_quantised_result_is_that_of_the_rounded_one(
+    library: Library[PlanFunction], device: str, dtype: torch.dtype, quant_format: QuantFormat, lens: str
+) -> None:
+    case = make_case(STEPS[lens], dtype, device, Geometry(heads=4, value=32, block_size=16))
+    planned = plan_mla_attention(case.step, kv_lora_rank=case.kv_b.shape[2], scale=SCALE, library=library)
+    check_quantized(planned, case, quant_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_format", [QuantFormat.FP8, QuantFormat.MXFP8, QuantFormat.MXFP8_LINEAR])
+@pytest.mark.parametrize(("heads", "narrow"), [(16, False), (128, False), (16, True)])
+def test_quantised_results_by_cute(quant_format: QuantFormat, heads: int, narrow: bool) -> None:
+    """Decodes alone, then beside a prompt, which another library computes."""
+    geometry = Geometry(heads=heads, plain=128, rotated=64, value=128, latent=512, block_size=64)
+    for lens in ([(1, 300), (1, 0), (1, 5000)], [(1, 300), (70, 90), (1, 64)]):
+        case = make_case(lens, torch.bfloat16, "cuda", geometry)
+        case = narrowed(case, 0.5) if narrow else case
+        planned = plan_mla_attention(
+            case.step,
+            kv_lora_rank=512,
+            scale=SCALE,
+            library=named(LIBRARIES, "triton"),
+            generation=named(LIBRARIES, "cute"),
+        )
+        check_quantized(planned, case, quant_format)
+
+
+def check_quantized(planned: Attend, case: Case, quant_format: QuantFormat) -> None:
+    """The bytes of `quantize` on what is attended, and nothing left of what was there."""
+    rows = planned(case.q, case.cache, case.kv_b, case.cache_scale).flatten(1)
+    scale = torch.tensor([0.02], device=rows.device) if quant_format is QuantFormat.FP8 else None
+    expected = quant_format.empty(*rows.shape, device=rows.device, scale=scale)
+    reference_quantize(rows, expected)
+    found = quant_format.empty(*rows.shape, device=rows.device, scale=scale)
+    found.data.view(torch.uint8).fill_(0x7F)
+    if scale is None:
+        found.scales.fill_(0xFF)
+    planned(case.q, case.cache, case.kv_b, case.cache_scale, found)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)
+
+
+def test_a_carrier_that_does_not_fit_is_refused() -> None:
+    case = make_case([(1, 5)], torch.float32)
+    planned = plan_mla_attention(case.step, kv_lora_rank=12, scale=SCALE, library=named(LIBRARIES, "reference"))
+    carrier = QuantFormat.MXFP8_LINEAR.empty(2, 32, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"can't fill a quantised \[2, 32\]"):
+        planned(case.q, case.cache, case.kv_b, None, carrier)
 
 
 @library_runs(LIBRARIES, names=["triton"])
