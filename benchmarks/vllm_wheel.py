@@ -119,6 +119,8 @@ class _Experts:
 
 
 class _Activation:
+    SILU = "silu"
+
     @staticmethod
     def from_str(name: str) -> str:
         return name

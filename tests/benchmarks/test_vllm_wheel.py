@@ -33,7 +33,7 @@ init_logger(__name__).info_once("never shown", scope="global")
 direct_register_custom_op("name", lambda: None)
 
 
-def half(x, activation):
+def half(x, activation=MoEActivation.SILU):
     from vllm.model_executor.layers.fused_moe import get_config
 
     assert get_config() is None and envs.VLLM_TUNED_CONFIG_FOLDER is None and round_up(5, 4) == 8
