@@ -3,7 +3,8 @@
 T tokens, D hidden, E experts. A few tokens: a program holds the weights of an expert in its registers, asked for before
 the tokens are there, and goes over some tokens. More tokens: a program takes some tokens and some experts. Both use
 plain float32 arithmetic on activations that are widened in registers; each thread adds up its channels in order, then
-the threads' sums are added in a fixed tree. Many tokens: the library's float32 product, in pieces.
+the threads' sums are added in a fixed tree, in float64 where there is one token. Many tokens: the library's float32
+product, in pieces.
 """
 
 from typing import NamedTuple
@@ -148,7 +149,9 @@ def _held_kernel(
         total = rows[0].to(tl.float32) * held[0]  # type: ignore[misc]
         for chunk in tl.static_range(1, CHUNKS):
             total += rows[chunk].to(tl.float32) * held[chunk]
-        tl.store(out + token * NUM_EXPERTS + expert, tl.sum(total, 1), mask=live)
+        # A library adds up one row in a tree too, of several each in a chain: one row takes more to be no worse.
+        logits = tl.sum(total.to(tl.float64), 1).to(tl.float32) if TOKENS == 1 else tl.sum(total, 1)
+        tl.store(out + token * NUM_EXPERTS + expert, logits, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -52,7 +52,7 @@ def test_real_sizes(num_tokens: int, width: int, num_experts: int) -> None:
     x, weight = (part.cuda() for part in random_case(num_tokens, width, num_experts, torch.bfloat16))
     logits = router_gemm(x, weight, library=TRITON)
     truth = x.double() @ weight.double().T
-    check_error(logits, truth, x.float() @ weight.T)
+    check_error(logits, truth, x.float() @ weight.T, factor=1.0)
     # TF32 would lose thirteen bits of the weights: far more.
     assert (logits.double() - truth).abs().max() < 1e-5 * width**0.5
 
