@@ -111,6 +111,9 @@ class Decode:
         )
         self._kept = page_table, kv_lens, workspace
         self._shape, self._device_idx = q.shape, q.device.index
+        # the bare handle: an object of torch costs the host as much as a launch
+        self._stream_of = torch._C._cuda_getCurrentRawStream
+        self._run = self._call.run if self._call.num_rows else _do_nothing
 
     def __call__(
         self,
@@ -131,16 +134,19 @@ class Decode:
             raise ValueError(
                 f"mla_decode: q {list(q.shape)} is not {list(self._shape)}, or what is given isn't aligned"
             )
-        if self._call.num_rows:
-            self._call.run(
-                self._block.address,
-                q_address,
-                cache_address,
-                out_address,
-                layer,
-                0 if cache_scale is None else cache_scale.data_ptr(),
-                torch._C._cuda_getCurrentRawStream(self._device_idx),
-            )
+        self._run(
+            self._block.address,
+            q_address,
+            cache_address,
+            out_address,
+            layer,
+            0 if cache_scale is None else cache_scale.data_ptr(),
+            self._stream_of(self._device_idx),
+        )
+
+
+def _do_nothing(*_: int) -> None:
+    """The launch of a call without rows."""
 
 
 def mla_decode(
