@@ -51,7 +51,7 @@ def quantised(x, dtype):
 def modules() -> Iterator[None]:
     before = dict(sys.modules)
     yield
-    for name in sys.modules.keys() - before.keys():
+    for name in [name for name in sys.modules.keys() - before.keys() if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
 
