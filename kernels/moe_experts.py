@@ -19,6 +19,7 @@ ExpertOutputsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Gat
 
 _CUTE_CHANNELS, _CUTE_EXPERTS = 64, 256
 _TRITON_TACTICS = tuple({"tiles": place} for place in range(4))
+_CUTE_TACTICS = tuple({"form": place} for place in range(5))
 
 
 def _on_sizes_of_cute(target: Target) -> str | None:
@@ -43,6 +44,7 @@ LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
         function=deferred("dist_infer.kernels.cute.moe_experts", "moe_experts"),
         is_available=_on_sizes_of_cute,
         graph_safe=True,
+        tactics=_CUTE_TACTICS,
     ),
     Library(name="torch", function=reference_moe_experts),
 )
@@ -59,6 +61,7 @@ OUTPUTS_LIBRARIES: tuple[Library[ExpertOutputsFunction], ...] = (
         function=deferred("dist_infer.kernels.cute.moe_experts", "expert_outputs"),
         is_available=_on_sizes_of_cute,
         graph_safe=True,
+        tactics=_CUTE_TACTICS,
     ),
     Library(name="torch", function=reference_expert_outputs),
 )

@@ -22,12 +22,15 @@ class Form(NamedTuple):
         return self.sizes[-1] <= SHORT
 
 
-# Up to so many pairs an expert. Where weights are what takes time, more of them are on their way in longer pieces.
+_LONG = (16, 32, 48, 64, 80, 96, 104, 112, 120, 128, 136, 144)
+# Up to so many pairs an expert. Where weights are what takes time, more of them are on their way in longer pieces; two
+# CTAs load them together where most experts have more than a tile of pairs.
 FORMS: Sequence[tuple[float, Form]] = (
-    (3, Form((8, 16), 6, 64, 2)),
-    (12, Form((8, 16, 24, 32), 5, 64, 2)),
-    (24, Form((8, 16, 24, 32, 40, 48), 4, 64, 2)),
-    (float("inf"), Form((16, 32, 48, 64, 80, 96, 104, 112, 120, 128, 136, 144), 4, 128, 1)),
+    (4, Form((8, 16), 6, 64, 2)),
+    (18, Form((8, 16, 24, 32), 5, 64, 2)),
+    (26, Form((8, 16, 24, 32, 40, 48), 4, 64, 2)),
+    (180, Form(_LONG, 4, 128, 1)),
+    (float("inf"), Form(_LONG, 4, 128, 1, cluster=2)),
 )
 
 

@@ -277,6 +277,14 @@ def test_many_sizes(num_rows: int, num_experts: int, top_k: int, name: str, inne
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [3, 200])  # with up to 512 pairs and more, which are put in order elsewhere
+def test_every_form_that_tuning_may_choose(num_rows: int) -> None:
+    args = gpu_case(num_rows, 16, 4, 384, 192)
+    for tactic in on_gpu("cute").tactics:
+        check_against_float64(moe_experts(*args, library=CUTE.told(tactic)), *args)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 5, 700])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_and_odd_sizes(num_rows: int, dtype: torch.dtype) -> None:

@@ -59,7 +59,7 @@ def test_variants_compile_without_a_gpu(activation: GatedActivation | None, form
 
 def test_the_form_follows_from_pairs_an_expert() -> None:
     assert form_for(128, 128, 2048) is FORMS[0][1]
-    assert form_for(12 * 64 + 1, 64, 2048) is FORMS[2][1]
+    assert form_for(18 * 64 + 1, 64, 2048) is FORMS[2][1]
     assert form_for(128, 128, 2048, 3) is FORMS[3][1]
     odd = form_for(128, 128, 192)
     assert (odd.pieces, odd.num_stages) == (1, 12)
