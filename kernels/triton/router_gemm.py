@@ -44,8 +44,7 @@ HELD_TILES = (
     HeldTile(1, 1, 1, 1024, 8),
     HeldTile(2, 2, 1, 1024, 8),
     HeldTile(4, 4, 1, 1024, 8),
-    HeldTile(8, 8, 1, 1024, 4),
-    HeldTile(16, 16, 1, 1024, 8),
+    HeldTile(16, 8, 1, 1024, 4),
     HeldTile(32, 8, 2, 2048, 8),
     HeldTile(64, 8, 4, 2048, 8),
 )
