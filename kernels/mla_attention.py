@@ -43,8 +43,8 @@ def _on_latents_of_deepseek(target: Target) -> str | None:
         return f"takes latents of 512 and rotated keys of 64, not {sizes[0]} and {sizes[1]}"
     if geometry.get("batch_invariant"):
         return "cuts sequences by the batch"
-    if geometry.get("cache_bytes") == 1 and (geometry.get("heads", 0) > 16 or target.dtype != torch.bfloat16):
-        return "takes a cache of E4M3 with up to 16 heads in bfloat16"
+    if geometry.get("cache_bytes") == 1 and target.dtype != torch.bfloat16:
+        return f"takes a cache of E4M3 with bfloat16, not {target.dtype}"
     if geometry.get("heads", 0) > 128:
         return f"takes up to 128 heads, not {geometry['heads']}"
     return on_cute(target)
@@ -103,7 +103,8 @@ def plan_mla_attention(
 
     With a `cache_scale` the cache is E4M3 and its values are e4m3 * cache_scale. All products are those of a cache in
     the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
-    e4m3 * cache_scale to the dtype of q, and may read the byte of NaN as 480.
+    e4m3 * cache_scale to the dtype of q. It may multiply in float16 too, where what is below 2^-38 of the largest query
+    of a sequence becomes 0.
 
     `attend` takes one argument more, `quantized`: the carrier of another format, which it fills with what `quantize`
     makes of the rounded rows, all heads side by side; the result is then anything.

@@ -28,9 +28,13 @@ MAX_HEADS = 128
 
 
 def choose_rows(rows: int, *, narrow: bool = False) -> int:
-    """The padded query rows of a CTA for so many rows a sequence; of a cache of E4M3 at most 16."""
-    counts = ROW_COUNTS[:2] if narrow else ROW_COUNTS
+    """The padded query rows of a CTA for so many rows a sequence; of a cache of E4M3 at most 32."""
+    counts = _row_counts(narrow)
     return next((count for count in counts if rows <= count), counts[-1])
+
+
+def _row_counts(narrow: bool) -> tuple[int, ...]:
+    return ROW_COUNTS[:3] if narrow else ROW_COUNTS
 
 
 class Workspace:
@@ -172,8 +176,9 @@ def mla_decode(
     Products of two 16-bit numbers are summed in float32, weights are rounded to the dtype of the cache. A row that sees
     no key gives 0 and -inf. What lies beyond kv_len never shows.
 
-    With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16, to which E4M3 widens
-    exactly, and all else is as above. The byte of NaN reads as 480.
+    With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16. Products are then of
+    float16, in which E4M3 is exact, and q but for what is below 2^-38 of a sequence's largest value; weights are
+    rounded to float16, those below 2^-39 of the largest one to 0. Sums are in float32, results are bfloat16.
 
     The table holds logical page ids p; of a pool that keeps all layers of a page side by side, a layer's page is in
     slot p * layers + layer. `lse` is written if given. `num_workers` bounds the CTAs of a row tile, thereby the parts
@@ -271,7 +276,7 @@ def _prepare(
     most = num_ctas // row_tiles
     if num_workers is not None and not 1 <= num_workers <= most:
         raise ValueError(f"mla_decode: num_workers is {num_workers}, this device has room for 1 to {most}")
-    pair = rows == mla_many_rows.NUM_ROWS and row_tiles % 2 == 0
+    pair = rows == _row_counts(narrow)[-1] and row_tiles % 2 == 0
     return _Call(
         run=compiled(Variant(rows=rows, page_size=page_size, dtype=dtype, pair=pair, narrow=narrow)),
         num_rows=num_tokens * heads,

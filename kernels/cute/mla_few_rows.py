@@ -125,15 +125,15 @@ def attend_few_rows(
                         at_phase ^= 1
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                _mask(num_rows, scores, token0, row0, col0, kv_len, task)
+                mask(num_rows, scores, token0, row0, col0, kv_len, task)
                 # P^T
                 for c in cutlass.range_constexpr(num_columns):
-                    largest = _largest_of_warp(scores, c) * task.scale
+                    largest = largest_of_warp(scores, c) * task.scale
                     if lane < 4:
-                        maxima[group, parity, warp, _column(col0, c)] = largest
+                        maxima[group, parity, warp, column_of(col0, c)] = largest
                 cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
                 for c in cutlass.range_constexpr(num_columns):
-                    column = _column(col0, c)
+                    column = column_of(col0, c)
                     largest = maximum[c]
                     for other in cutlass.range_constexpr(4):
                         largest = cute.arch.fmax(largest, maxima[group, parity, other, column])
@@ -175,9 +175,9 @@ def attend_few_rows(
             for step in cutlass.range_constexpr(3):
                 summed += cute.arch.shuffle_sync_bfly(summed, 4 << step)
             if lane < 4:
-                stats[group, warp, _column(col0, c)] = summed
+                stats[group, warp, column_of(col0, c)] = summed
                 if warp == 0:
-                    stats[group, 4, _column(col0, c)] = maximum[c]
+                    stats[group, 4, column_of(col0, c)] = maximum[c]
         cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
         whole = begin == 0 and stop == tiles
         starts = Int32(0)
@@ -185,7 +185,7 @@ def attend_few_rows(
             starts = Int32(1)
         where = part_slot(task.worker, task.row_tiles, task.row_tile, starts)
         for c in cutlass.range_constexpr(num_columns):
-            column = _column(col0, c)
+            column = column_of(col0, c)
             both = cute.arch.fmax(stats[0, 4, column], stats[1, 4, column])
             reference = finite(both)
             summed = Float32(0.0)
@@ -228,9 +228,10 @@ def attend_few_rows(
 
 
 @cute.jit
-def _mask(
+def mask(
     num_rows: cutlass.Constexpr, scores: cute.Tensor, token0: Int32, row0: Int32, col0: Int32, kv_len: Int32, task: Task
 ) -> None:
+    """Scores of keys that a query must not see become -inf."""
     first_row = task.row_tile * num_rows
     if token0 + TILE > keys_seen(kv_len, first_row, task.rows, task.heads):
         for v in cutlass.range_constexpr(num_rows // 2):
@@ -241,7 +242,7 @@ def _mask(
 
 
 @cute.jit
-def _largest_of_warp(scores: cute.Tensor, c: cutlass.Constexpr) -> Float32:
+def largest_of_warp(scores: cute.Tensor, c: cutlass.Constexpr) -> Float32:
     """The maximum of the thread's column c over the 16 tokens of its warp."""
     v = cutlass.const_expr(c % 2 + c // 2 * 4)
     largest = cute.arch.fmax(scores[v], scores[v + 2])
@@ -270,7 +271,7 @@ def _write(
 ) -> None:
     """A thread's values, to the call's output or to a part."""
     for c in cutlass.range_constexpr(num_rows // 4):
-        row = task.row_tile * num_rows + _column(col0, c)
+        row = task.row_tile * num_rows + column_of(col0, c)
         if whole:
             if row < task.rows:
                 to = task.out[seq * task.rows + row, None]
@@ -279,11 +280,12 @@ def _write(
                         value = halves[turn][c % 2 + 2 * h + c // 2 * 4]
                         to[dim0 + (turn * BLOCK + 8 * h)] = value.to(task.out.element_type)
         else:
-            part = task.part_out[slot, _column(col0, c), None]
+            part = task.part_out[slot, column_of(col0, c), None]
             for turn in cutlass.range_constexpr(_HALF):
                 for h in cutlass.range_constexpr(2):
                     part[dim0 + (turn * BLOCK + 8 * h)] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
 
 
-def _column(col0, c):
+def column_of(col0, c):
+    """The query row of a thread's column c."""
     return col0 + c % 2 + c // 2 * 8

@@ -2,7 +2,8 @@
 
 Persistent CTAs of three warpgroups. In the first one warp keeps shared memory full by TMA (mla_load, mla_load_pairs)
 and one is the clerk, which plans the CTA's work (mla_tiles) and keeps count of the parts of sequences that were cut
-(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64) and merge those parts.
+(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64, mla_narrow over a cache of
+E4M3) and merge those parts.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ from cuda.bindings import driver
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dist_infer.kernels.cute import mla_few_rows, mla_many_rows
+from dist_infer.kernels.cute import mla_few_rows, mla_many_rows, mla_narrow, mla_operands
 from dist_infer.kernels.cute.mla_load import load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
 from dist_infer.kernels.cute.mla_merge import DUTY, SCRATCH, keep_count, parts_in
-from dist_infer.kernels.cute.mla_narrow import NUM_THREADS, SLOT_WORDS, widen_tiles
 from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task, fetch_table, plan_work
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
@@ -50,13 +50,13 @@ class Variant:
         if self.many:
             return mla_many_rows.NUM_STAGES * NUM_BLOCKS
         if self.narrow:
-            return 5 if self.rows == 8 else 4
+            return 16 if self.rows <= 16 else 14
         return 8 if self.rows <= 16 else 7
 
     @property
-    def key_slots(self) -> int:
-        """Of the ring that the consumers read: the same, but where it is filled from a narrow one."""
-        return 2 * mla_few_rows.SLOTS_OF_TILE if self.narrow else self.num_slots
+    def block_words(self) -> int:
+        """Of 16 bits, in a row of a block as the cache has it."""
+        return mla_operands.WORDS if self.narrow else BLOCK
 
     @property
     def box(self) -> int:
@@ -66,7 +66,7 @@ class Variant:
     @property
     def box_blocks(self) -> int:
         """Blocks that one TMA load takes: a slot's where its tokens follow each other, else one."""
-        return 1 if self.many or self.narrow or self.box < TILE else mla_few_rows.SLOT_BLOCKS
+        return 1 if self.many or self.box < TILE else mla_few_rows.SLOT_BLOCKS
 
 
 class Launch:
@@ -100,40 +100,33 @@ class Launch:
         rows = query_len * heads
         q, out = _flat(q), _flat(out)
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        cache_atom = k_atom
+        if cutlass.const_expr(v.narrow):
+            cache_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, self.dtype)
         mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.dtype)
         slot_blocks = 1 if v.many else mla_few_rows.SLOT_BLOCKS
-        num_blocks = slot_blocks * v.key_slots
-        keys_layout = cute.tile_to_shape(k_atom, (TILE, BLOCK * slot_blocks, v.key_slots), order=(0, 1, 2))
+        num_blocks = slot_blocks * slots
+        keys_layout = cute.tile_to_shape(cache_atom, (TILE, v.block_words * slot_blocks, slots), order=(0, 1, 2))
         values_layout = cute.tile_to_shape(mn_atom, (BLOCK, TILE, num_blocks), order=(1, 0, 2))
-        boxes = (v.box, BLOCK, v.box_blocks, TILE // v.box, num_blocks // v.box_blocks)
-        boxes_layout = cute.tile_to_shape(k_atom, boxes, order=(0, 1, 2, 3, 4))
+        boxes = (v.box, v.block_words, v.box_blocks, TILE // v.box, num_blocks // v.box_blocks)
+        boxes_layout = cute.tile_to_shape(cache_atom, boxes, order=(0, 1, 2, 3, 4))
         queries_layout = cute.tile_to_shape(k_atom, (n, WIDTH), order=(0, 1))
         query_box_layout = cute.tile_to_shape(k_atom, (n, BLOCK, NUM_BLOCKS), order=(0, 1, 2))
         probabilities_layout = cute.tile_to_shape(k_atom, (n, TILE, 2), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        if cutlass.const_expr(v.narrow):
-            k_tma, k_coords = cpasync.make_tiled_tma_atom(
-                load,
-                _in_blocks(cache_rows, SLOT_WORDS),
-                cute.make_layout((v.box, SLOT_WORDS, 1), stride=(SLOT_WORDS, 1, 0)),
-                (v.box, SLOT_WORDS, 1),
-            )
-        else:
-            k_tma, k_coords = cpasync.make_tiled_tma_atom(
-                load_both if v.pair else load,
-                _in_blocks(cache_rows),
-                cute.slice_(boxes_layout, (None, None, None, 0, 0)),
-                boxes[:3],
-            )
+        k_tma, k_coords = cpasync.make_tiled_tma_atom(
+            load_both if v.pair else load,
+            _in_blocks(cache_rows, v.block_words),
+            cute.slice_(boxes_layout, (None, None, None, 0, 0)),
+            boxes[:3],
+        )
         q_tma, q_coords = cpasync.make_tiled_tma_atom(load, _in_blocks(q), query_box_layout, (n, BLOCK, NUM_BLOCKS))
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, v.key_slots]
-            empty: cute.struct.MemRange[Int64, v.key_slots]
-            narrow_full: cute.struct.MemRange[Int64, slots]
-            narrow_empty: cute.struct.MemRange[Int64, slots]
+            full: cute.struct.MemRange[Int64, slots]
+            empty: cute.struct.MemRange[Int64, slots]
             q_full: cute.struct.MemRange[Int64, 1]
             q_empty: cute.struct.MemRange[Int64, 1]
             p_full: cute.struct.MemRange[Int64, 2]
@@ -141,12 +134,12 @@ class Launch:
             duty: cute.struct.MemRange[Int32, DUTY[0] * DUTY[1]]
             maxima: cute.struct.MemRange[Float32, 1 if v.many else 16 * n]
             stats: cute.struct.MemRange[Float32, (4 if v.many else 10) * n]
+            query_sizes: cute.struct.MemRange[Int32, 8]
             probabilities: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, 1 if v.many else cute.cosize(probabilities_layout)], 1024
             ]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(queries_layout)], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(keys_layout)], 1024]
-            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, slots * TILE * SLOT_WORDS if v.narrow else 8], 128]
 
         self.storage = Storage
         row_tiles = (rows + n - 1) // n
@@ -175,7 +168,7 @@ class Launch:
             cache_scale,
         ).launch(
             grid=[num_workers * row_tiles, 1, 1],
-            block=[_THREADS + (NUM_THREADS if v.narrow else 0), 1, 1],
+            block=[_THREADS, 1, 1],
             cluster=[2, 1, 1] if v.pair else [1, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -218,12 +211,9 @@ class Launch:
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         p_full = storage.p_full.data_ptr()
-        narrow_full, narrow_empty = storage.narrow_full.data_ptr(), storage.narrow_empty.data_ptr()
         work = storage.work.get_tensor(cute.make_layout(8))
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
         boxes = cute.make_tensor(cute.recast_ptr(keys.iterator, boxes_layout.inner), boxes_layout.outer)
-        if cutlass.const_expr(v.narrow):
-            boxes = cute.make_tensor(storage.ring.data_ptr(), _ring_layout(v))
         queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
         query_box = cute.make_tensor(cute.recast_ptr(queries.iterator, query_box_layout.inner), query_box_layout.outer)
         probabilities = storage.probabilities.get_tensor(probabilities_layout.outer, swizzle=probabilities_layout.inner)
@@ -231,11 +221,8 @@ class Launch:
             cpasync.prefetch_descriptor(k_tma)
             cpasync.prefetch_descriptor(q_tma)
             with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(v.num_slots if v.narrow else 0):
-                    cute.arch.mbarrier_init(narrow_full + slot, 1)
-                    cute.arch.mbarrier_init(narrow_empty + slot, 4)
-                for slot in cutlass.range_constexpr(v.key_slots):
-                    cute.arch.mbarrier_init(full + slot, 4 if v.narrow else 1)
+                for slot in cutlass.range_constexpr(v.num_slots):
+                    cute.arch.mbarrier_init(full + slot, 1)
                     cute.arch.mbarrier_init(empty + slot, 8 if v.pair else 4)  # the warps of a warpgroup, or of two
                 for group in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(p_full + group, 4)
@@ -288,24 +275,8 @@ class Launch:
             total=total,
         )
         duty = storage.duty.get_tensor(cute.make_layout(DUTY))
-        if cutlass.const_expr(v.narrow):  # noqa: SIM102 - settled when it is compiled
-            if warp >= 12:
-                cute.arch.setmaxregister_decrease(72)
-                words = cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32)
-                units = cute.recast_ptr(storage.keys.data_ptr(), dtype=Int32)
-                widen_tiles(
-                    v.num_slots,
-                    v.key_slots,
-                    cute.make_tensor(words, cute.make_layout((TILE * SLOT_WORDS // 2, v.num_slots))),
-                    cute.make_tensor(units, cute.make_layout((4, cute.cosize(keys_layout) // 8))),
-                    narrow_full,
-                    narrow_empty,
-                    full,
-                    empty,
-                    task,
-                )
         if warp < 4:
-            cute.arch.setmaxregister_decrease(48 if v.narrow else 56)
+            cute.arch.setmaxregister_decrease(40 if v.narrow and n == 32 else 56)
             if warp == 0:
                 if cutlass.const_expr(v.many):
                     load_pairs(
@@ -331,20 +302,21 @@ class Launch:
                         q_coords,
                         boxes,
                         query_box,
-                        narrow_full if v.narrow else full,
-                        narrow_empty if v.narrow else empty,
+                        full,
+                        empty,
                         q_full,
                         q_empty,
                         v.page_size,
-                        1 if v.narrow else mla_few_rows.SLOT_BLOCKS,
+                        mla_few_rows.SLOT_BLOCKS,
                         mla_few_rows.SLOTS_OF_TILE,
                         v.num_slots,
+                        v.pair,
                         task,
                     )
             if warp == 1:
                 keep_count(task, duty)
-        if warp >= 4 and warp < 12:
-            cute.arch.setmaxregister_increase(192 if v.narrow else 224)
+        if warp >= 4:
+            cute.arch.setmaxregister_increase(232 if v.narrow and n == 32 else 224)
             queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
             scratch = cute.make_tensor(queries_memory, cute.make_layout(SCRATCH))
             if cutlass.const_expr(v.many):
@@ -363,10 +335,34 @@ class Launch:
                     scratch,
                     task,
                 )
+            elif cutlass.const_expr(v.narrow):
+                mla_narrow.attend_narrow(
+                    v.pair,
+                    n,
+                    v.num_slots,
+                    storage.keys.data_ptr(),
+                    _in_float16(storage.queries.data_ptr(), queries_layout),
+                    cute.make_tensor(
+                        cute.recast_ptr(storage.queries.data_ptr(), dtype=Int32), cute.make_layout(n * WIDTH // 2)
+                    ),
+                    storage.query_sizes.get_tensor(cute.make_layout(8)),
+                    _in_float16(storage.probabilities.data_ptr(), probabilities_layout),
+                    storage.probabilities.data_ptr(),
+                    storage.maxima.get_tensor(cute.make_layout((2, 2, 4, n), stride=(8 * n, 4 * n, n, 1))),
+                    storage.stats.get_tensor(cute.make_layout((2, 5, n), stride=(5 * n, n, 1))),
+                    cute.make_tensor(queries_memory, cute.make_layout((128, n // 2, 2, 2))),
+                    full,
+                    empty,
+                    q_full,
+                    q_empty,
+                    duty,
+                    scratch,
+                    task,
+                )
             else:
                 mla_few_rows.attend_few_rows(
                     n,
-                    v.key_slots,
+                    v.num_slots,
                     keys,
                     cute.make_tensor(cute.recast_ptr(keys.iterator, values_layout.inner), values_layout.outer),
                     queries,
@@ -387,10 +383,8 @@ class Launch:
             cute.arch.cluster_wait()
 
 
-def _ring_layout(v: Variant):
-    """[token of a box, word, 1, box of a tile, slot]."""
-    shape = (v.box, SLOT_WORDS, 1, TILE // v.box, v.num_slots)
-    return cute.make_layout(shape, stride=(SLOT_WORDS, 1, 0, v.box * SLOT_WORDS, TILE * SLOT_WORDS))
+def _in_float16(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=cutlass.Float16), layout.outer)
 
 
 @cute.jit

@@ -2,10 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
+
+_BOTH = Int16(3)
 
 
 @cute.jit
@@ -24,9 +26,13 @@ def load_tiles(
     slot_blocks: cutlass.Constexpr,
     slots_of_tile: cutlass.Constexpr,
     num_slots: cutlass.Constexpr,
+    pair: cutlass.Constexpr,
     task: Task,
 ) -> None:
-    """Each sequence's queries, then its tiles as slots of a ring become free. Lane i knows boxes i and i + 32 of 64."""
+    """Each sequence's queries, then its tiles as slots of a ring become free. Lane i knows boxes i and i + 32 of 64.
+
+    In a pair of CTAs each loads every other slot into both.
+    """
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
     num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
@@ -74,12 +80,13 @@ def load_tiles(
                     cute.arch.mbarrier_arrive_and_expect_tx(full + slot, slot_blocks * TILE * columns * 2)
                 for idx in cutlass.range_constexpr(slot_blocks // box_blocks):
                     for segment in cutlass.range_constexpr(boxes_of_tile):
-                        cute.copy(
-                            k_tma,
-                            k_from[(None, places[segment], part * (slot_blocks // box_blocks) + idx)],
-                            k_to[(None, segment, slot * (slot_blocks // box_blocks) + idx)],
-                            tma_bar_ptr=full + slot,
-                        )
+                        source = k_from[(None, places[segment], part * (slot_blocks // box_blocks) + idx)]
+                        target = k_to[(None, segment, slot * (slot_blocks // box_blocks) + idx)]
+                        if cutlass.const_expr(pair):
+                            if task.row_tile % 2 == (tile + part) % 2:
+                                cute.copy(k_tma, source, target, tma_bar_ptr=full + slot, mcast_mask=_BOTH)
+                        else:
+                            cute.copy(k_tma, source, target, tma_bar_ptr=full + slot)
                 slot += 1
                 if slot == num_slots:
                     slot = Int32(0)

@@ -1,6 +1,7 @@
 """Latent decode over caches of E4M3 in CuTe DSL: compiled for sm_90a anywhere, run on a GPU against float64."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,16 +22,17 @@ SCALE = 192**-0.5
     ("rows", "page_size"),
     [
         pytest.param(rows, page_size, marks=() if (rows, page_size) == (16, 64) else pytest.mark.soak)
-        for rows in (8, 16)
+        for rows in (8, 16, 32)
         for page_size in op.PAGE_SIZES
     ],
 )
-def test_tiles_are_widened_by_16_bytes(rows: int, page_size: int, tmp_path: Path) -> None:
+def test_bytes_become_the_left_operand_in_registers(rows: int, page_size: int, tmp_path: Path) -> None:
     variant = Variant(rows=rows, page_size=page_size, dtype=torch.bfloat16, narrow=True)
     ptx = op.compiled(variant, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__  # type: ignore[attr-defined]
-    for part in (".target sm_90a", "wgmma.mma_async", "cp.async.bulk.tensor", "mul.rn.bf16x2"):
+    for part in (".target sm_90a", "wgmma.mma_async", "cp.async.bulk.tensor", "ldmatrix.sync", "cvt.rn.f16x2.e4m3x2"):
         assert part in ptx, part
-    assert "ld.shared.v4" in ptx and "st.shared.v4" in ptx
+    operand = re.search(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\S)", ptx)
+    assert operand and operand[1] == "{"
 
 
 def make(lens: Sequence[int], heads: int, query_len: int, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,7 +56,15 @@ def slots(pages: Tensor, length: int, page_size: int) -> Tensor:
 
 
 def decode(
-    q: Tensor, cache: Tensor, table: Tensor, lens: Tensor, *, query_len: int, page_size: int, cache_scale: Tensor
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    query_len: int,
+    page_size: int,
+    cache_scale: Tensor,
+    scale: float = SCALE,
 ) -> tuple[Tensor, Tensor]:
     out = torch.full((*q.shape[:2], 512), float("nan"), dtype=q.dtype, device=q.device)
     lse = op.mla_decode(
@@ -64,7 +74,7 @@ def decode(
         lens,
         page_size=page_size,
         query_len=query_len,
-        scale=SCALE,
+        scale=scale,
         workspace=op.Workspace(op.choose_rows(q.shape[1] * query_len, narrow=True), q.device),
         out=out,
         cache_scale=cache_scale,
@@ -106,6 +116,11 @@ def check(lens: Sequence[int], heads: int, query_len: int, page_size: int, scale
         ([131072, 5], 16, 1, 64),
         ([100, 3000, 17, 2, 513], 8, 2, 32),
         ([9, 700, 8], 4, 8, 64),
+        ([70, 0, 5000], 32, 1, 64),
+        ([900, 1, 64, 2500], 128, 1, 64),
+        ([8193], 128, 1, 16),
+        ([300, 5], 64, 4, 128),
+        ([idx * 97 % 900 for idx in range(130)], 128, 1, 64),
     ],
 )
 def test_against_float64(lens: list[int], heads: int, query_len: int, page_size: int) -> None:
@@ -131,7 +146,7 @@ def test_a_cache_and_its_scale_belong_together() -> None:
                 out=out,
                 cache_scale=scale,
             )
-    assert [op.choose_rows(rows, narrow=True) for rows in (1, 8, 9, 16, 17, 128)] == [8, 8, 16, 16, 16, 16]
+    assert [op.choose_rows(rows, narrow=True) for rows in (1, 8, 9, 16, 17, 128)] == [8, 8, 16, 16, 32, 32]
 
 
 @pytest.mark.gpu
@@ -141,13 +156,39 @@ def test_the_scale_is_read_on_the_device() -> None:
 
 @pytest.mark.gpu
 def test_every_byte_widens_exactly() -> None:
-    """One key a sequence, whose weight is 1: the output is the key. The byte of NaN, of either sign, is 480 here."""
-    cache = torch.arange(256, dtype=torch.uint8).repeat(64, 3)[:, :576].contiguous().view(torch.float8_e4m3fn).cuda()
+    """One key a sequence, whose weight is 1: the output is the key."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0
+    cache = codes.repeat(64, 3)[:, :576].contiguous().view(torch.float8_e4m3fn).cuda()
+    out, _ = decode_one_key(cache)
+    assert torch.equal(out[0].float(), cache[0, :512].float().expand(16, -1))
+
+
+@pytest.mark.gpu
+def test_nan_of_a_key_shows() -> None:
+    cache = torch.full((64, 576), 0x38, dtype=torch.uint8, device="cuda")
+    cache[0, 3] = 0x7F
+    out, _ = decode_one_key(cache.view(torch.float8_e4m3fn))
+    assert out[0, :, 3].isnan().all()
+
+
+def decode_one_key(cache: Tensor) -> tuple[Tensor, Tensor]:
     table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
     lens = torch.ones(1, dtype=torch.int32, device="cuda")
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16, device="cuda")
     one = torch.ones(1, device="cuda")
-    out, _ = decode(q, cache, table, lens, query_len=1, page_size=64, cache_scale=one)
-    expected = cache[0, :512].float()
-    expected = torch.where(expected.isnan(), 480 * (1 - 2 * (cache.view(torch.uint8)[0, :512] >> 7).float()), expected)
-    assert torch.equal(out[0].float(), expected.expand(16, -1))
+    return decode(q, cache, table, lens, query_len=1, page_size=64, cache_scale=one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
+def test_queries_of_any_size(size: float) -> None:
+    """Rows of very different sizes; the scale undoes it, so that the weights are those of ordinary queries."""
+    q, cache, table, lens = make([700, 64], 16, 1, 64)
+    one = torch.ones(1, device="cuda")
+    sizes = torch.full((1, 16, 1), size, device="cuda")
+    small, _ = decode(q, cache, table, lens, query_len=1, page_size=64, cache_scale=one)
+    big, _ = decode(
+        (q * sizes).bfloat16(), cache, table, lens, query_len=1, page_size=64, cache_scale=one, scale=SCALE / size
+    )
+    assert (big.double() - small.double()).norm() <= 0.02 * small.double().norm()
