@@ -46,8 +46,8 @@ def gate_up(x: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, top_k: int
     _, two_inner, width = weight.shape
     out = x.new_empty(len(order), two_inner // 2)
     inner = two_inner // 2
-    num_ctas = variant.num_ctas * _num_processors(x.device)
-    compiled(variant)(x, weight.view(-1, width), order, firsts, out, top_k, inner, inner, len(weight), num_ctas)
+    sizes = (top_k, inner, inner, len(weight), _num_ctas(x.device))
+    compiled(variant)(x, weight.view(-1, width), order, firsts, out, *sizes)
     return out
 
 
@@ -62,8 +62,7 @@ def down(hidden: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, variant:
     _check("down", hidden, weight, order, weight.shape[1], variant)
     _, width, inner = weight.shape
     out = hidden.new_empty(len(order), width)
-    num_ctas = variant.num_ctas * _num_processors(hidden.device)
-    sizes = (1, width, variant.box, len(weight), num_ctas)
+    sizes = (1, width, variant.box, len(weight), _num_ctas(hidden.device))
     compiled(variant)(hidden, weight.view(-1, inner), order, firsts, out, *sizes)
     return out
 
@@ -89,7 +88,7 @@ def _check(name: str, rows: Tensor, weight: Tensor, order: Tensor, channels: int
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def _num_ctas(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -197,12 +196,11 @@ class _Launch:
             second_box,
             num_experts,
         ).launch(
-            grid=[num_ctas, 1, 1],
+            grid=[num_ctas // v.cluster * v.cluster, 1, 1],
             block=[v.num_threads, 1, 1],
             cluster=[v.cluster, 1, 1],
             stream=stream,
-            min_blocks_per_mp=v.num_ctas,
-            preferred_smem_carveout=100,  # percent; without it several CTAs would ask for a device
+            min_blocks_per_mp=1,
             use_pdl=True,
         )
 

@@ -14,6 +14,7 @@ STEP = 16  # tiles grow by so many pairs
 PASS = 32  # pairs that go through shared memory at a time, on their way out
 PASS_BYTES = PASS * 128  # of one warpgroup: 64 channels
 SHORT = 48  # pairs: up to there weights are what takes time
+_LOADS = 72  # registers of a thread that loads
 NUMBERS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
 
@@ -24,7 +25,6 @@ class Variant:
     `sizes`: numbers of pairs that a tile is computed for, ascending multiples of 8, the last one of 16.
     `box`: rows of weights that one load takes, 64 for each warpgroup that multiplies; a stage has two boxes.
     `pieces`: of DEPTH channels each that are summed over in a stage.
-    `num_ctas`: on a multiprocessor.
     `cluster`: CTAs that have the same weights and load them together.
     `orders`: there is no order yet, but the ids of the pairs; tiles are short.
     """
@@ -35,7 +35,6 @@ class Variant:
     dtype: torch.dtype
     box: int = 128
     pieces: int = 1
-    num_ctas: int = 1
     cluster: int = 1
     orders: bool = False
 
@@ -62,9 +61,8 @@ class Variant:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that loads, and of one that multiplies: what a CTA was given when it began, shared anew."""
-        given = min(65536 // (self.num_ctas * self.num_threads), 248) // 8 * 8
-        loads = min(given, 72 if self.num_ctas < 3 else 56)
-        return loads, min((given * (1 + self.num_groups) - loads) // self.num_groups // 8 * 8, 240)
+        given = min(65536 // self.num_threads, 248) // 8 * 8
+        return _LOADS, min((given * (1 + self.num_groups) - _LOADS) // self.num_groups // 8 * 8, 240)
 
     @property
     def stage_bytes(self) -> int:

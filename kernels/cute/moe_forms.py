@@ -13,7 +13,6 @@ class Form(NamedTuple):
     num_stages: int
     box: int
     pieces: int
-    num_ctas: int = 1
     cluster: int = 1
 
     @property
