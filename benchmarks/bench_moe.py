@@ -5,8 +5,9 @@
 With `many` only many tokens, in a file of their own. `compile` measures nothing: what it compiles in many processes is
 there for a later run, which else compiles case by case. Peers do the same work from the same routing: vLLM's Triton
 kernels (see vllm_wheel) and, in bfloat16, torch with torch._grouped_mm. Bounds: our "whole layer" with router and
-choice of experts, and those two alone; "triton", where ours is another library; both products of DeepGEMM alone, on
-rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by whoever multiplies.
+choice of experts, and those two alone; "triton", where ours is another library; with many tokens both products of
+DeepGEMM alone, on rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by
+whoever multiplies.
 
 The floor counts the weights of the experts that are hit, input and output, and the outputs of all pairs, written and
 read; and the products' FLOP. Calls rotate over copies of the weights and, with few tokens, over other experts of the
@@ -43,6 +44,7 @@ Experts: TypeAlias = Callable[..., Tensor]  # x, ids, factors, gate and up, down
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MANY_TOKENS = (4096, 1024, 256)
+DEEP_GEMM_TOKENS = 1024
 NUM_SAMPLES = 9
 NUM_COPIES = 2  # of the weights
 CALLS_A_COPY = 4
@@ -285,7 +287,7 @@ def measure(
     candidates |= {name: run_of(peer) for name, peer in peers.items() if not isinstance(peer, str)}
     for name in candidates.keys() - {"router", "routing"}:
         check(name, model, kind, candidates[name](copies[0])[0], copies[0])
-    products = peer_or_reason(partial(products_alone, model, copies, folder))
+    products = peer_or_reason(partial(products_alone, copies, folder)) if tokens >= DEEP_GEMM_TOKENS else ""
     if not isinstance(products, str):
         candidates["DeepGEMM, products alone"] = products
     num_hit = sum(len(set(copy.ids.flatten().tolist())) for copy in copies) / len(copies)
@@ -311,7 +313,7 @@ def measure(
     )
 
 
-def products_alone(model: Model, copies: Sequence[Inputs], folder: Path | None) -> Run[Inputs]:
+def products_alone(copies: Sequence[Inputs], folder: Path | None) -> Run[Inputs]:
     """DeepGEMM's on the rows of each copy's experts. It gives no outputs: rows that pad its layout stay unwritten."""
     runs = {
         id(copy): deep_gemm_products(folder, copy.ids, copy.weights.gate_up, copy.weights.down) for copy in copies[:2]
@@ -338,7 +340,8 @@ def compile_case(folder: Path | None, case: tuple[int, int]) -> None:
     peer = peers_of(model, kind, folder)["vLLM fused_experts"]
     if not isinstance(peer, str):
         run_of(peer)(inputs)
-    peer_or_reason(lambda: deep_gemm_products(folder, inputs.ids, weights[0].gate_up, weights[0].down)())
+    if tokens >= DEEP_GEMM_TOKENS:
+        peer_or_reason(lambda: deep_gemm_products(folder, inputs.ids, weights[0].gate_up, weights[0].down)())
     torch.cuda.synchronize()
 
 

@@ -16,7 +16,6 @@ from dist_infer.kernels.carriers import Fp8Tensor, GatedActivation
 Experts: TypeAlias = Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor]  # x, ids, factors, gate and up, down
 _NAMES = {GatedActivation.SILU: "silu", GatedActivation.SWIGLUOAI: "swigluoai"}
 _BLOCK = 128
-_MOST_MASKED = 256  # tokens: above, DeepGEMM's rows stand one after another
 
 
 def triton_experts(folder: Path | None, activation: GatedActivation) -> Experts:
@@ -58,25 +57,17 @@ def deep_gemm_products(folder: Path | None, ids: Tensor, up: Any, down: Any) -> 
     num_experts = (up.shape[0] // (2 * down.shape[1])) if narrow else len(up)
     inner, width = (down.shape[1], up.shape[1]) if narrow else (down.shape[2], up.shape[2])
     counts = torch.bincount(ids.flatten().long(), minlength=num_experts)
-    masked = len(ids) <= _MOST_MASKED
-    if masked:
-        room = -(-int(counts.max()) // _BLOCK) * _BLOCK
-        rows: tuple[int, ...] = (num_experts, room)
-        tail: tuple[Any, ...] = (counts.int(), max(1, ids.numel() // num_experts))
-    else:
-        padded = -(-counts // _BLOCK) * _BLOCK
-        expert = torch.arange(num_experts, device=ids.device).repeat_interleave(padded)
-        place = torch.arange(len(expert), device=ids.device) - (padded.cumsum(0) - padded)[expert]
-        rows = (len(expert),)
-        tail = (torch.where(place < counts[expert], expert, -1).int(),)
-    kind = ("fp8" if narrow else "bf16", "masked" if masked else "contiguous")
-    product = getattr(module, f"m_grouped_{kind[0]}_gemm_nt_{kind[1]}")
+    padded = -(-counts // _BLOCK) * _BLOCK
+    expert = torch.arange(num_experts, device=ids.device).repeat_interleave(padded)
+    place = torch.arange(len(expert), device=ids.device) - (padded.cumsum(0) - padded)[expert]
+    of_row = torch.where(place < counts[expert], expert, -1).int()
+    product = getattr(module, f"m_grouped_{'fp8' if narrow else 'bf16'}_gemm_nt_contiguous")
 
     def operand(channels: int) -> Any:
-        x = torch.randn(*rows, channels, device=ids.device, dtype=torch.bfloat16)
+        x = torch.randn(len(expert), channels, device=ids.device, dtype=torch.bfloat16)
         if not narrow:
             return x
-        scales = torch.rand(*rows, channels // _BLOCK, device=ids.device) + 0.5
+        scales = torch.rand(len(expert), channels // _BLOCK, device=ids.device) + 0.5
         return x.to(torch.float8_e4m3fn), module.get_mn_major_tma_aligned_tensor(scales)
 
     def weight(of: Any, channels: int) -> Any:
@@ -86,12 +77,12 @@ def deep_gemm_products(folder: Path | None, ids: Tensor, up: Any, down: Any) -> 
 
     first, second = (operand(width), weight(up, 2 * inner)), (operand(inner), weight(down, width))
     hidden, out = (
-        torch.empty(*rows, channels, device=ids.device, dtype=torch.bfloat16) for channels in (2 * inner, width)
+        torch.empty(len(expert), channels, device=ids.device, dtype=torch.bfloat16) for channels in (2 * inner, width)
     )
 
     def run() -> Tensor:
-        product(*first, hidden, *tail)
-        product(*second, out, *tail)
+        product(*first, hidden, of_row)
+        product(*second, out, of_row)
         return out
 
     return run

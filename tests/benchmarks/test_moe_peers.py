@@ -38,23 +38,18 @@ def test_scales_of_blocks_come_by_expert(monkeypatch: pytest.MonkeyPatch) -> Non
     assert plain[-1] == "swigluoai" and plain[3] is factors and not none
 
 
-@pytest.mark.parametrize("tokens", [5, 300])
-def test_rows_of_experts_stand_as_deep_gemm_wants_them(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = torch.rand(tokens, E).argsort(1)[:, :K]
+def test_rows_of_experts_stand_as_deep_gemm_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.rand(300, E).argsort(1)[:, :K]
     counts = ids.flatten().bincount(minlength=E)
     tails: list[Tensor] = []
 
-    def product(x: Tensor, weight: Tensor, out: Tensor, tail: Tensor, *_: int) -> None:
+    def product(x: Tensor, weight: Tensor, out: Tensor, tail: Tensor) -> None:
         assert x.shape[-1] == weight.shape[-1] and out.shape[-1] == weight.shape[1] and x.shape[:-1] == out.shape[:-1]
         tails.append(tail)
 
-    names = {f"m_grouped_bf16_gemm_nt_{kind}": product for kind in ("masked", "contiguous")}
-    monkeypatch.setattr(peers, "deep_gemm", lambda _: SimpleNamespace(**names))
+    monkeypatch.setattr(peers, "deep_gemm", lambda _: SimpleNamespace(m_grouped_bf16_gemm_nt_contiguous=product))
     out = peers.deep_gemm_products(None, ids, torch.randn(E, 2 * I, D), torch.randn(E, D, I))()
     assert out.shape[-1] == D and len(tails) == 2
-    if tokens == 5:
-        assert out.shape[0] == E and out.shape[1] % 128 == 0 and torch.equal(tails[0].long(), counts)
-        return
     real = tails[0][tails[0] >= 0].long()
     assert torch.equal(real.bincount(minlength=E), counts) and len(tails[0]) == len(out)
     assert all(bool((part == part[0])[part >= 0].all()) for part in tails[0].view(-1, 128))  # a block has one expert
