@@ -8,7 +8,7 @@ products' FLOP. Calls rotate over copies of the weights and over routings.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -28,7 +28,8 @@ from dist_infer.kernels.carriers import (
     QuantizedTensor,
     ScaleLayout,
 )
-from dist_infer.kernels.dispatch import Target, resolve
+from dist_infer.kernels.choices import select
+from dist_infer.kernels.dispatch import Target
 from dist_infer.kernels.scaled_linear import WeightFormat
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -107,15 +108,20 @@ def copies_of(model: Model, weight_format: WeightFormat, device: torch.device) -
     ]
 
 
+def _target(model: Model, device: torch.device, more: Mapping[str, int]) -> Target:
+    """As the layer describes itself."""
+    geometry = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner, **more}
+    return Target(device=device, dtype=_DTYPE, geometry=geometry)
+
+
 def ours(model: Model, weight_format: WeightFormat, device: torch.device) -> tuple[str, Callable[..., Tensor]]:
-    target = Target(device=device, dtype=_DTYPE)
-    library = resolve("quantized_experts", quantized_experts.LIBRARIES[weight_format], target).pick()
+    target = _target(model, device, {weight_format.value: 1})
+    library = select("quantized_experts", quantized_experts.LIBRARIES[weight_format], target, {}).pick()
     return library.name, lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
 
 
-def in_bfloat16(model: Model, device: torch.device) -> Callable[..., Tensor]:
-    target = Target(device=device, dtype=_DTYPE)
-    library = resolve("moe_experts", moe_experts.LIBRARIES, target).pick()
+def in_bfloat16(model: Model, pairs: int, device: torch.device) -> Callable[..., Tensor]:
+    library = select("moe_experts", moe_experts.LIBRARIES, _target(model, device, {}), {}).pick({"pairs": pairs})
     return lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
 
 
@@ -130,7 +136,7 @@ def measure(
     """One row of the results."""
     inputs = routings(model, tokens, device)
     name, run = ours(model, weight_format, device)
-    plain = in_bfloat16(model, device)
+    plain = in_bfloat16(model, tokens * model.top_k, device)
     num_hit = sum(len(set(ids.flatten().tolist())) for _, ids, _ in inputs) / len(inputs)
     pairs = tokens * model.top_k
     weight_bytes = num_hit * 3 * model.width * model.inner * _BYTES[weight_format]
@@ -162,18 +168,27 @@ def compile_case(case: tuple[int, int]) -> None:
     device = torch.device("cuda")
     inputs = routings(model, tokens, device)[0]
     ours(model, weight_format, device)[1](*inputs, *copies_of(model, weight_format, device)[0])
+    if weight_format is WeightFormat.FP8_BLOCK:
+        up = torch.zeros(model.num_experts, 2 * model.inner, model.width, device=device, dtype=_DTYPE)
+        down = torch.zeros(model.num_experts, model.width, model.inner, device=device, dtype=_DTYPE)
+        in_bfloat16(model, tokens * model.top_k, device)(*inputs, up, down)
     torch.cuda.synchronize()
 
 
-def compile_all() -> None:
-    cases = [(idx, tokens) for idx in range(len(CASES)) for tokens in TOKENS]
+def compile_all(model: Model) -> None:
+    """Before any of its rows, so that results of the first model are there early."""
+    cases = [(idx, tokens) for idx, case in enumerate(CASES) if case[0] is model for tokens in TOKENS]
     with ProcessPoolExecutor(NUM_COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_case, cases))
 
 
 def measure_all(device: torch.device) -> Iterator[Row]:
     """Only one model's weights in one format, and in bfloat16, are held."""
+    compiled = None
     for model, weight_format in CASES:
+        if model is not compiled:
+            compile_all(model)
+            compiled = model
         shape = (model.num_experts, 2 * model.inner, model.width)
         wide = [
             (
@@ -191,7 +206,6 @@ def measure_all(device: torch.device) -> Iterator[Row]:
 def main() -> int:
     """Measures and writes the results."""
     device = torch.device("cuda")
-    compile_all()
     rows = []
     for row in measure_all(device):
         rows.append(row)

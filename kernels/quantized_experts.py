@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
-from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
 from dist_infer.kernels.reference.quantized_experts import quantized_experts as reference_quantized_experts
 from dist_infer.kernels.scaled_linear import WeightFormat, check_operands
 
@@ -20,11 +20,22 @@ QuantizedExpertsFunction: TypeAlias = Callable[
     [Tensor | Fp8Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor, GatedActivation], Tensor
 ]
 
+_CUTE_CHANNELS, _CUTE_EXPERTS = 128, 256
+
 
 def _on_bf16_triton(target: Target) -> str | None:
     if target.dtype != torch.bfloat16:
         return f"gives bfloat16, not {target.dtype}"
     return on_triton(target)
+
+
+def _on_sizes_of_cute(target: Target) -> str | None:
+    width, inner = (target.geometry.get(name, 0) for name in ("width", "intermediate"))
+    if not width or not inner or width % _CUTE_CHANNELS or inner % _CUTE_CHANNELS:
+        return f"takes channels in multiples of {_CUTE_CHANNELS}, not {width} and {inner}"
+    if target.geometry.get("experts", 0) > _CUTE_EXPERTS:
+        return f"takes up to {_CUTE_EXPERTS} experts, not {target.geometry['experts']}"
+    return _on_bf16_triton(target) or on_cute(target)
 
 
 _REFERENCE: Library[QuantizedExpertsFunction] = Library(name="torch", function=reference_quantized_experts)
@@ -34,12 +45,18 @@ _TRITON: Library[QuantizedExpertsFunction] = Library(
     is_available=_on_bf16_triton,
     graph_safe=True,
 )
+_CUTE: Library[QuantizedExpertsFunction] = Library(
+    name="cute",
+    function=deferred("dist_infer.kernels.cute.quantized_experts", "quantized_experts"),
+    is_available=_on_sizes_of_cute,
+    graph_safe=True,
+)
 
 LIBRARIES: Mapping[WeightFormat, tuple[Library[QuantizedExpertsFunction], ...]] = MappingProxyType(
     {
-        WeightFormat.FP8_BLOCK: (_TRITON, _REFERENCE),
-        WeightFormat.MXFP8: (_TRITON, _REFERENCE),
-        WeightFormat.NVFP4: (_TRITON, _REFERENCE),
+        WeightFormat.FP8_BLOCK: (_TRITON, _CUTE, _REFERENCE),
+        WeightFormat.MXFP8: (_TRITON, _CUTE, _REFERENCE),
+        WeightFormat.NVFP4: (_TRITON, _CUTE, _REFERENCE),
     }
 )
 

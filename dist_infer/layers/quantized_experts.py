@@ -36,10 +36,12 @@ class ExpertQuantizer:
         if reason is not None:
             setup.on_choice(f"quantized_experts: none, weights stay as they are ({reason})")
             return None
+        # the name of a format stands among the sizes, because what was measured is of one format
+        sizes = {"experts": num_experts, "width": width, "intermediate": inner, weight_format.value: 1}
         return cls(
             weight_format=weight_format,
             quantize=setup.choose("quantize", quantize_op.LIBRARIES, width=width),
-            compute=setup.choose("quantized_experts", op.LIBRARIES[weight_format], experts=num_experts),
+            compute=setup.choose("quantized_experts", op.LIBRARIES[weight_format], **sizes),
         )
 
     def __call__(self, gate_up: Tensor, down: Tensor) -> "QuantizedExperts":

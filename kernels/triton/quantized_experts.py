@@ -31,12 +31,17 @@ def quantized_experts(
     expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
     rows = _operand(x, narrow=isinstance(w_down, Fp8Tensor))
     quant_format = Parts.of(w_down).quant_format
-    if QUANTIZED_EXPERTS_PER_PAIR[quant_format] * expert_ids.numel() <= num_experts:
+    if are_few(expert_ids, num_experts, quant_format):
         tiles = QUANTIZED_PAIRS[quant_format]
         hidden = pair_gate_up(rows, expert_ids, w_gate_up, num_experts, tiles[0], activation)
         return pair_down(hidden, expert_ids, weights, w_down, num_experts, tiles[1])
     blocks = quantized_tiles_for(expert_ids.numel(), num_experts, quant_format)
     return experts_by_block(rows, expert_ids, weights, w_gate_up, w_down, blocks, activation)
+
+
+def are_few(expert_ids: Tensor, num_experts: int, quant_format: str) -> bool:
+    """Whether pairs meet in an expert too seldom for a product of matrices to pay, or there is nothing to compute."""
+    return not num_experts or QUANTIZED_EXPERTS_PER_PAIR[quant_format] * expert_ids.numel() <= num_experts
 
 
 def experts_by_block(

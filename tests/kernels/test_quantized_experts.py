@@ -23,14 +23,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarn
 
 BF16 = torch.bfloat16
 FORMATS = list(LIBRARIES)
+TRITON, CUTE, TORCH = LIBRARIES[WeightFormat.FP8_BLOCK]  # those of all formats
 EVERY_CASE = pytest.mark.parametrize(
     ("weight_format", "library", "device"),
     [
-        pytest.param(weight_format, *case.values, marks=case.marks, id=f"{weight_format.value}-{case.id}")
-        for weight_format, libraries in LIBRARIES.items()
-        for case in library_devices(libraries)
+        *(
+            pytest.param(weight_format, *case.values, marks=case.marks, id=f"{weight_format.value}-{case.id}")
+            for weight_format in LIBRARIES
+            for case in library_devices((TRITON, TORCH))
+        ),
+        *(
+            pytest.param(weight_format, CUTE, "cuda", marks=pytest.mark.gpu, id=f"{weight_format.value}-cute-cuda")
+            for weight_format in LIBRARIES
+        ),
     ],
 )
+ON_GPU = pytest.mark.parametrize("library", [TRITON, CUTE], ids=["triton", "cute"])
 Case = tuple[Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor]
 
 
@@ -127,14 +135,32 @@ def test_against_the_formula(
 
 
 @pytest.mark.gpu
+@ON_GPU
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "top_k"),
     [(1, 256, 8), (3, 64, 6), (15, 128, 8), (64, 256, 8), (129, 8, 2), (1000, 64, 4), (4096, 128, 1)],
 )
-def test_many_sizes(weight_format: WeightFormat, num_rows: int, num_experts: int, top_k: int) -> None:
+def test_many_sizes(
+    weight_format: WeightFormat,
+    library: Library[QuantizedExpertsFunction],
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+) -> None:
     case = random_case(weight_format, num_rows, num_experts, top_k, 512, 384, "cuda")
-    check(quantized_experts(*case, library=LIBRARIES[weight_format][0]), case)
+    check(quantized_experts(*case, library=library), case)
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_offsets_beyond_32_bits(weight_format: WeightFormat, library: Library[QuantizedExpertsFunction]) -> None:
+    """The outputs of the pairs are more than 2^31 elements; the last rows are what they are by themselves."""
+    x, ids, weights, *both = random_case(weight_format, 40_000, 8, 8, 7168, 128, "cuda")
+    out = quantized_experts(x, ids, weights, *both, library=library)[-64:].double()
+    alone = quantized_experts(x[-64:], ids[-64:], weights[-64:], *both, library=library).double()
+    assert (out - alone).norm() <= 2.0**-9 * alone.norm()
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -174,7 +200,10 @@ def test_what_is_not_routed_here_shows_nowhere(
         assert torch.equal(quantized_experts(x, ids, weights, *both, library=library), clean)
 
 
-@pytest.mark.parametrize(("library", "device"), library_devices(LIBRARIES[WeightFormat.FP8_BLOCK]))
+@pytest.mark.parametrize(
+    ("library", "device"),
+    [*library_devices((TRITON, TORCH)), pytest.param(CUTE, "cuda", marks=pytest.mark.gpu, id="cute-cuda")],
+)
 def test_rows_that_come_quantised(library: Library[QuantizedExpertsFunction], device: str) -> None:
     case = random_case(WeightFormat.FP8_BLOCK, 12, 2, 2, 128, 128, device)
     carrier = Fp8Tensor.empty(12, 128, Fp8Scaling.BLOCKS_1X128, device=case[0].device)
@@ -184,10 +213,12 @@ def test_rows_that_come_quantised(library: Library[QuantizedExpertsFunction], de
 
 
 @pytest.mark.gpu
+@ON_GPU
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_a_graph_replays_with_another_routing(weight_format: WeightFormat, num_rows: int) -> None:
-    library = LIBRARIES[weight_format][0]
+def test_a_graph_replays_with_another_routing(
+    weight_format: WeightFormat, library: Library[QuantizedExpertsFunction], num_rows: int
+) -> None:
     x, ids, weights, *both = random_case(weight_format, num_rows, 64, 6, 256, 128, "cuda")
     quantized_experts(x, ids, weights, *both, library=library)  # compiles
     graph = torch.cuda.CUDAGraph()
