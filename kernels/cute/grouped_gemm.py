@@ -1,7 +1,7 @@
 """Matrix products over the pairs of each expert with its weights, in CuTe DSL for sm_90a.
 
 Persistent CTAs: one warpgroup loads, one or two multiply. The products are transposed: 128 rows of weights for each
-warpgroup that multiplies are the rows of the matrix instruction and pairs are its columns, so a tile has as many columns
+warpgroup that multiplies are the rows of the matrix instruction and pairs its columns, so a tile has as many columns
 as an expert needs (see moe_schedule) and little is computed in vain. Weights come by TMA, for two CTAs at a time where
 both need them; rows of the gate and up product are gathered from where they stand, those of the down product stand in
 the order of the experts and come by TMA. The shapes are run-time data, so all models share the variants.
