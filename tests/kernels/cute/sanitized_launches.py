@@ -26,9 +26,9 @@ _DECODES = (  # sequences, heads, query tokens, page: cut and whole ones, empty 
     ([130, 64], 128, 2, 16),
 )
 _FORMS = (
-    Form((8, 16), 6, 64, 2, 1),
-    Form((8, 24, 32), 4, 64, 1, 2),
-    Form((16, 40, 64), 4, 128, 1, 1, cluster=2),
+    Form((8, 16), 6, 64, 2),
+    Form((8, 24, 32), 4, 64, 1),
+    Form((16, 40, 64), 4, 128, 1, cluster=2),
 )
 _LAYERS = ((4, 9, 2, 128, 128), (3, 150, 2, 256, 320), (2, 1, 1, 128, 128))  # experts, rows, top k, model, channels
 
