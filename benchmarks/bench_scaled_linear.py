@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_scaled_linear
 
-MXFP8 and NVFP4 weights are packed before, as when a model is loaded. Bounds: the product of cuBLAS in bfloat16 on the
-dequantised weight, which reads two to four times the bytes, and for FP8 the same product with `use_fast_accum`, which
-rounds partial sums. The floor counts each byte once, or the operations at the rate of the operands' format, whichever
-takes longer.
+MXFP8 and NVFP4 weights are prepared before, as when a model is loaded. Bounds: the product of cuBLAS in bfloat16 on
+the dequantised weight, which reads two to four times the bytes, and for FP8 the same product with `use_fast_accum`,
+which rounds partial sums. The floor counts each byte once, or the operations at the rate of the operands' format,
+whichever takes longer.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.timing import Row, compare, floor_us, write_results
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.dispatch import Target, resolve
-from dist_infer.kernels.packed_weight import PackedWeight
+from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.scaled_linear import LIBRARIES, WeightFormat
 
 SHAPES = ((18432, 7168), (7168, 18432))  # outputs, inputs
@@ -26,7 +26,7 @@ MANY_TOKENS = (4096,)
 NUM_SAMPLES = 10
 
 # x, the weight as the library takes it, x in bfloat16
-Operands = tuple[Tensor | Fp8Tensor, QuantizedTensor | PackedWeight, Tensor]
+Operands = tuple[Tensor | Fp8Tensor, QuantizedTensor | PreparedWeight, Tensor]
 
 
 def filled(rows: int, width: int, scaling: Fp8Scaling | None, weight_format: WeightFormat) -> QuantizedTensor:
@@ -73,7 +73,7 @@ class Products:
         )
         self._library = resolve("scaled_linear", LIBRARIES[weight_format], target).pick()
         self._unquantized = torch.randn(outputs, inputs, device="cuda").to(torch.bfloat16)
-        self._weights: list[QuantizedTensor | PackedWeight] = []
+        self._weights: list[QuantizedTensor | PreparedWeight] = []
         self._weight_bytes = 0
 
     def _make(self, tokens: int, idx: int) -> Operands:

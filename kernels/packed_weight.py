@@ -17,14 +17,13 @@ from dist_infer.kernels.carriers import Mxfp8Tensor, Nvfp4Tensor, ScaleLayout
 ROWS = 16  # of a tile
 WORDS = 256  # of its data
 _STEP = 128  # columns, of whole tiles
-AHEAD = 4  # tiles, beyond as many as are across, that a kernel may read behind the last one
 _CHUNK = 2**25  # elements that are packed at a time
 _NAN = 0x7F  # of E4M3, its sign bit left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """Tiles row by row, then those that kernels read ahead; rows and columns that don't exist are zeros.
+    """Tiles row by row, and as many as are across, which kernels may read; rows and columns that don't exist are zeros.
 
     Shapes: shape (N, K); data [tiles, WORDS] int32; scales [tiles, scale_words] int32; global_scale 1 element.
     """
@@ -62,8 +61,8 @@ def pack_weight(weight: Nvfp4Tensor | Mxfp8Tensor) -> PackedWeight:
     columns = 128 if isinstance(weight, Nvfp4Tensor) else 64
     num_groups, across = -(-rows // ROWS), _tiles_across(width, columns)
     num_tiles, scale_words = num_groups * across, 32 if columns == 128 else 8
-    data = torch.zeros(num_tiles + across + AHEAD, WORDS, dtype=torch.int32, device=weight.data.device)
-    scales = torch.zeros(num_tiles + across + AHEAD, scale_words, dtype=torch.int32, device=weight.data.device)
+    data = torch.zeros(num_tiles + across, WORDS, dtype=torch.int32, device=weight.data.device)
+    scales = torch.zeros(num_tiles + across, scale_words, dtype=torch.int32, device=weight.data.device)
     codes, scale_bytes = weight.data.view(torch.uint8), weight.scales.view(rows, width // weight.BLOCK)
     groups_at_a_time = max(1, _CHUNK // (width * ROWS))
     for first in range(0, num_groups, groups_at_a_time):

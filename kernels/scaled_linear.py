@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor, ScaleLayout
-from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
 from dist_infer.kernels.packed_weight import PackedWeight, pack_weight
+from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.reference.scaled_linear import scaled_linear as reference_scaled_linear
 from dist_infer.kernels.reference.scaled_linear import scaled_mm
+from dist_infer.kernels.staged_weight import StagedWeight, stage_weight
 
 ScaledLinearFunction: TypeAlias = Callable[
-    [Tensor | Fp8Tensor, QuantizedTensor | PackedWeight, Tensor | None, torch.dtype], Tensor
+    [Tensor | Fp8Tensor, QuantizedTensor | PreparedWeight, Tensor | None, torch.dtype], Tensor
 ]
 
 
@@ -51,7 +53,20 @@ def _on_hopper_triton(target: Target) -> str | None:
     return reason
 
 
+def _on_bf16_cute(target: Target) -> str | None:
+    if target.dtype != torch.bfloat16:
+        return f"gives bfloat16, not {target.dtype}"
+    return on_cute(target)
+
+
 _REFERENCE: Library[ScaledLinearFunction] = Library(name="torch", function=reference_scaled_linear, graph_safe=True)
+_STAGED: Library[ScaledLinearFunction] = Library(
+    name="cute",
+    function=deferred("dist_infer.kernels.cute.staged_linear", "staged_linear"),
+    is_available=_on_bf16_cute,
+    graph_safe=True,
+    prepare=stage_weight,
+)
 _PACKED: Library[ScaledLinearFunction] = Library(
     name="triton",
     function=deferred("dist_infer.kernels.triton.packed_linear", "packed_linear"),
@@ -72,15 +87,15 @@ LIBRARIES: Mapping[WeightFormat, tuple[Library[ScaledLinearFunction], ...]] = Ma
             _REFERENCE,
         ),
         WeightFormat.FP8_BLOCK: (_BLOCKS, _REFERENCE),
-        WeightFormat.MXFP8: (_PACKED, _REFERENCE),
-        WeightFormat.NVFP4: (_PACKED, _REFERENCE),
+        WeightFormat.MXFP8: (_STAGED, _PACKED, _REFERENCE),
+        WeightFormat.NVFP4: (_STAGED, _PACKED, _REFERENCE),
     }
 )
 
 
 def scaled_linear(
     x: Tensor | Fp8Tensor,
-    weight: QuantizedTensor | PackedWeight,
+    weight: QuantizedTensor | PreparedWeight,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
@@ -106,7 +121,7 @@ def scaled_linear(
     return library.function(x, weight, bias, out_dtype)
 
 
-def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor | PackedWeight, out_dtype: torch.dtype) -> None:
+def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor | PreparedWeight, out_dtype: torch.dtype) -> None:
     """Errors: ValueError when this input can't be multiplied by this weight."""
     if len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"scaled_linear: x {list(x.shape)} does not fit weight {list(weight.shape)}")
@@ -125,5 +140,5 @@ def check_operands(x: Tensor | Fp8Tensor, weight: QuantizedTensor | PackedWeight
     if isinstance(x, Fp8Tensor) or x.dtype != out_dtype:
         given = "FP8" if isinstance(x, Fp8Tensor) else str(x.dtype)
         raise ValueError(f"scaled_linear: {type(weight).__name__} as weight takes an x of {out_dtype}, not {given}")
-    if not isinstance(weight, PackedWeight) and weight.layout is not ScaleLayout.LINEAR:
+    if not isinstance(weight, PackedWeight | StagedWeight) and weight.layout is not ScaleLayout.LINEAR:
         raise ValueError(f"scaled_linear: the scales of a weight are linear, not {weight.layout.value}")

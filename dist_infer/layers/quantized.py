@@ -11,9 +11,10 @@ from dist_infer.kernels import quantize as quantize_op
 from dist_infer.kernels import scaled_linear as op
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
 from dist_infer.kernels.dispatch import Library
-from dist_infer.kernels.packed_weight import PackedWeight
+from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.quantize import QuantFormat, QuantizeFunction
 from dist_infer.kernels.scaled_linear import ScaledLinearFunction, WeightFormat
+from dist_infer.kernels.staged_weight import StagedWeight
 from dist_infer.layers.setup import LayerSetup
 
 # What the inputs of a quantised weight are quantised to; with the other formats they are not
@@ -66,13 +67,15 @@ class Quantizer:
 class QuantizedWeight:
     """A quantised weight. With FP8 the inputs are quantised too, each token by itself, if they haven't been yet."""
 
-    def __init__(self, quantizer: Quantizer, weight: QuantizedTensor | PackedWeight) -> None:
+    def __init__(self, quantizer: Quantizer, weight: QuantizedTensor | PreparedWeight) -> None:
         self.weight = weight
         self._quantizer = quantizer
 
     @property
     def num_bytes(self) -> int:
         """Of data and scales."""
+        if isinstance(self.weight, StagedWeight):
+            return self.weight.num_bytes
         return self.weight.data.nbytes + self.weight.scales.nbytes
 
     def __call__(self, x: Tensor | Fp8Tensor, bias: Tensor | None) -> Tensor:

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, QuantizedTensor
-from dist_infer.kernels.packed_weight import PackedWeight
+from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.reference.quantize import dequantize
 
 
 def scaled_linear(
-    x: Tensor | Fp8Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor | Fp8Tensor, weight: QuantizedTensor | PreparedWeight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """See `dist_infer.kernels.scaled_linear.scaled_linear`."""
-    if isinstance(weight, PackedWeight):
-        raise TypeError("the reference takes a weight that isn't packed")
+    if isinstance(weight, PreparedWeight):
+        raise TypeError("the reference takes a weight that no library has prepared")
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     values = dequantize(x, wide) if isinstance(x, Fp8Tensor) else x.to(wide)
     product = values @ dequantize(weight, wide).t()
@@ -21,7 +21,7 @@ def scaled_linear(
 
 
 def scaled_mm(
-    x: Tensor | Fp8Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor | Fp8Tensor, weight: QuantizedTensor | PreparedWeight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """The FP8 product of cuBLAS; partial sums are kept in float32, which `use_fast_accum` would not do."""
     if not isinstance(x, Fp8Tensor) or not isinstance(weight, Fp8Tensor):

@@ -3,7 +3,6 @@
 Each tensor has one element a thread, or a vector, so that Triton gives thread t of a program its element t: then
 m16n8k16 finds in each register what kernels/packed_weight.py has put there. Nothing goes from thread to thread.
 """
-# ruff: noqa: RUF005 (Triton knows no unpacking in tuples)
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disable-error-code="assignment, var-annotated"
 
@@ -119,17 +118,6 @@ def multiply_add(upper_0, upper_1, lower_0, lower_1, input_0, input_1, sums):
 
 
 @triton.jit
-def load_tile(data_at, scales_at, tile, is_own, STACKED: tl.constexpr, WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr):
-    """Upper rows, lower rows, scales of each of the warp's groups. Zero scales where the tile is another warp's."""
-    loaded = ()
-    for idx in tl.static_range(STACKED):
-        upper = tl.load(data_at[idx] + tile * WORDS)
-        lower = tl.load(data_at[idx] + tile * WORDS + WORDS // 2)
-        loaded = loaded + ((upper, lower, tl.load(scales_at[idx] + tile * SCALE_WORDS, mask=is_own, other=0)),)
-    return loaded
-
-
-@triton.jit
 def words_and_scales(loaded, selector, FORMAT: tl.constexpr, THREADS: tl.constexpr):
     """Of a group of 16 rows: upper words, lower words, upper scales, lower scales."""
     if FORMAT == "nvfp4":
@@ -146,64 +134,19 @@ def words_and_scales(loaded, selector, FORMAT: tl.constexpr, THREADS: tl.constex
 def add_tile(
     loaded,
     x_at,
-    x_stride,
-    tile,
     is_token,
     selector,
     sums,
     FORMAT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STACKED: tl.constexpr,
-    EIGHTS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """sums, of STACKED groups of rows by EIGHTS times eight tokens, with the products of a tile of each group."""
-    held = ()
-    for idx in tl.static_range(STACKED):
-        held = held + (words_and_scales(loaded[idx], selector, FORMAT, THREADS),)
+    """sums, of 16 rows by eight tokens, with the products of a tile: upper rows, lower rows, scales as they lie."""
+    held = words_and_scales(loaded, selector, FORMAT, THREADS)
     for part in tl.static_range(COLUMNS // 32):
-        inputs = ()
-        for eight in tl.static_range(EIGHTS):
-            at = x_at + eight * 8 * x_stride + tile * (COLUMNS // 2) + part * 16
-            inputs = inputs + (four(tl.load(at, mask=is_token[eight], other=0), THREADS),)
-        added = ()
-        for idx in tl.static_range(STACKED):
-            upper = part_pairs(held[idx][0], held[idx][2], part, FORMAT)
-            lower = part_pairs(held[idx][1], held[idx][3], part, FORMAT)
-            for eight in tl.static_range(EIGHTS):
-                own = sums[idx * EIGHTS + eight]
-                x = inputs[eight]
-                own = multiply_add(upper[0], upper[1], lower[0], lower[1], x[0], x[1], own)
-                own = multiply_add(upper[2], upper[3], lower[2], lower[3], x[2], x[3], own)
-                added = added + (own,)
-        sums = added
+        x = four(tl.load(x_at + part * 16, mask=is_token, other=0), THREADS)
+        upper = part_pairs(held[0], held[2], part, FORMAT)
+        lower = part_pairs(held[1], held[3], part, FORMAT)
+        sums = multiply_add(upper[0], upper[1], lower[0], lower[1], x[0], x[1], sums)
+        sums = multiply_add(upper[2], upper[3], lower[2], lower[3], x[2], x[3], sums)
     return sums
-
-
-@triton.jit
-def within(is_token, is_own, EIGHTS: tl.constexpr):
-    both = ()
-    for idx in tl.static_range(EIGHTS):
-        both = both + (is_token[idx] & is_own,)
-    return both
-
-
-@triton.jit
-def side_by_side(sums, NUM: tl.constexpr):
-    """The four numbers of each of NUM sums, a power of two, as a thread's row of [THREADS, 4 NUM]."""
-    columns = ()
-    for idx in tl.static_range(NUM):
-        columns = columns + (sums[idx][0], sums[idx][1], sums[idx][2], sums[idx][3])
-    return _joined(columns, 4 * NUM)
-
-
-@triton.jit
-def _joined(columns, NUM: tl.constexpr):
-    if NUM == 2:
-        result = tl.join(columns[0], columns[1])
-    else:
-        half = ()
-        for idx in tl.static_range(NUM // 2):
-            half = half + (tl.join(columns[idx], columns[idx + NUM // 2]),)
-        result = _joined(half, NUM // 2)
-    return result

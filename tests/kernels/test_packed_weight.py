@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Mxfp8Tensor, Nvfp4Tensor, ScaleLayout
-from dist_infer.kernels.packed_weight import AHEAD, WORDS, PackedWeight, pack_weight
+from dist_infer.kernels.packed_weight import WORDS, PackedWeight, pack_weight
 from dist_infer.kernels.quantize import dequantize
 from dist_infer.kernels.reference.quantize import ue8m0_values
 
@@ -55,7 +55,7 @@ def test_every_element_is_found_again(rows: int, width: int, is_nvfp4: bool) -> 
     values = unpacked(packed)
     assert torch.equal(values[:rows, :width], dequantize(weight, torch.float32))
     assert not values[rows:].any() and not values[:, width:].any()
-    behind = packed.tiles_across + AHEAD
+    behind = packed.tiles_across
     assert packed.data.shape == (-(-rows // 16) * packed.tiles_across + behind, WORDS)
     assert not packed.data[-behind:].any() and not packed.scales[-behind:].any()
     assert packed.shape == (rows, width)

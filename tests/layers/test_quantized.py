@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.mesh import split_range
-from dist_infer.kernels.packed_weight import PackedWeight
+from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.quantize import dequantize
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.layers.linear import ColumnParallelLinear, OutputRows, RowParallelLinear
@@ -138,6 +138,6 @@ def test_the_weight_of_a_quantised_layer_is_its_values() -> None:
     fill(layer.weight_slots("m."), {"m.a.weight": random(64, 64)})
     setup.on_loaded[0]()
     quantized = layer._product.quantized
-    assert quantized is not None and not isinstance(quantized.weight, PackedWeight)
+    assert quantized is not None and not isinstance(quantized.weight, PreparedWeight)
     values = dequantize(quantized.weight, torch.float32)
     torch.testing.assert_close(layer(torch.eye(64)), values.T, rtol=0, atol=0)
