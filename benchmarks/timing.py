@@ -137,7 +137,7 @@ def write_results(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "versions": _versions(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": _command(sys.orig_argv[1:]),
         "empty_kernel_us": empty_kernel_us(device),
     }
     path = folder / f"{bench}-{short}.json"
@@ -220,6 +220,12 @@ def _summary(values: list[float]) -> Measurement:
     return Measurement(
         median_us=statistics.median(ordered), low_us=ordered[round(0.1 * last)], high_us=ordered[round(0.9 * last)]
     )
+
+
+def _command(words: Sequence[str]) -> str:
+    """As it was called, but for where on this machine peers are."""
+    folders = {idx + 1 for idx, word in enumerate(words) if word == "--peers"}
+    return " ".join(["python", *("FOLDER" if idx in folders else word for idx, word in enumerate(words))])
 
 
 def _versions() -> dict[str, str]:

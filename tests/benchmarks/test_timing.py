@@ -87,3 +87,10 @@ def test_results_file_has_the_agreed_form(tmp_path: Path) -> None:
             "bounds": {},
         }
     ]
+
+
+def test_a_command_is_told_without_the_folder_of_peers() -> None:
+    assert timing._command(["-m", "benchmarks.bench_x", "--peers", "a/b", "many"]) == (
+        "python -m benchmarks.bench_x --peers FOLDER many"
+    )
+    assert timing._command(["-m", "b"]) == "python -m b"
