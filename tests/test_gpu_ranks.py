@@ -258,12 +258,15 @@ def test_nothing_is_compiled_late_in_real_sizes(world: World, name: str, dp: int
         )
         warm_up(step_runner, config, world_size=2, on_progress=lambda _: None)
         loop = StepLoop(step_runner, config, wait)
-        loop.admit(requests_of(place.mesh.dp_rank, 1500))
-        num_idle = 0
+        long_prompt = tuple(range(3, 1503))  # more than a step takes, and alone: its rest is a step that only extends
+        last = Request(request_id=60, prompt_ids=long_prompt, sampling=SamplingParams(max_tokens=3, temperature=0.0))
         with noted_compiles() as late:
-            while num_idle < 2:  # behind one there may be tokens to go on with
-                decision = loop.step_with(place.mesh, lambda record: place.world.all_gather(record.cuda()).cpu())
-                num_idle = 0 if decision.launched else num_idle + 1
+            for requests in (requests_of(place.mesh.dp_rank, 1500), [last]):
+                loop.admit(requests)
+                num_idle = 0
+                while num_idle < 2:  # behind one there may be tokens to go on with
+                    decision = loop.step_with(place.mesh, lambda record: place.world.all_gather(record.cuda()).cpu())
+                    num_idle = 0 if decision.launched else num_idle + 1
         own = torch.tensor([[kind in loop.kinds for kind in KINDS]], dtype=torch.int64, device="cuda")
         seen = place.world.all_gather(own).any(0).tolist()
         del step_runner, loop
