@@ -14,10 +14,9 @@ CLEAN = (
     "whole_cta",
     "one_warpgroup",
     "two_warpgroups",
-    "two_after_one",
     "arrive_and_wait",
 )
-MISUNDERSTOOD = ("elected_lane", "ring_of_barriers", "two_after_elected_lane", "two_after_elected_ring")
+MISUNDERSTOOD = ("two_after_one", "elected_lane", "ring_of_barriers")
 RACES = ("no_order",)
 PATTERNS = CLEAN + MISUNDERSTOOD + RACES
 _THREADS = 384
@@ -152,50 +151,3 @@ class _Launch:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(barriers + 1)
                 phase ^= 1
-
-    @cute.kernel
-    def two_after_elected_lane(self, out: cute.Tensor) -> None:
-        """Two warpgroups wait for each other, after an elected lane of each warp of one has arrived at an mbarrier."""
-        thread, value, words, barriers = self._shared()
-        if thread == 0:
-            cute.arch.mbarrier_init(barriers, 4)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if thread < 32:
-            cute.arch.mbarrier_wait(barriers, 0)
-            out[thread] = value
-        if thread >= 128:
-            if thread < 256:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barriers)
-            words[thread] = value
-            cute.arch.barrier(barrier_id=3, number_of_threads=256)
-            out[thread] = words[128 + thread % 256]
-
-    @cute.kernel
-    def two_after_elected_ring(self, out: cute.Tensor) -> None:
-        """The same, after both have waited at an mbarrier and the warps of one have waited for each other."""
-        thread, value, words, barriers = self._shared()
-        if thread == 0:
-            cute.arch.mbarrier_init(barriers, 4)
-            cute.arch.mbarrier_init(barriers + 1, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if thread < 32:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barriers + 1)
-            cute.arch.mbarrier_wait(barriers, 0)
-            out[thread] = value
-        if thread >= 128:
-            cute.arch.mbarrier_wait(barriers + 1, 0)
-            if thread < 256:
-                for _ in cutlass.range_constexpr(2):
-                    words[thread] = value
-                    cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barriers)
-            for turn in cutlass.range_constexpr(2):
-                words[thread] = value + turn
-                cute.arch.barrier(barrier_id=3, number_of_threads=256)
-                out[thread] = words[128 + thread % 256]
-                cute.arch.barrier(barrier_id=3, number_of_threads=256)
