@@ -1,9 +1,9 @@
 """The experts of a MoE layer on one GPU, from rows and their experts to weighted sums; shared experts left out.
 
-    python -m benchmarks.bench_moe [many|compile] [--peers FOLDER]
+    python -m benchmarks.bench_moe [compile] [--peers FOLDER]
 
-With `many` only many tokens, in a file of their own. `compile` measures nothing: what it compiles in many processes is
-there for a later run, which else compiles case by case. Peers do the same work from the same routing: vLLM's Triton
+`compile` measures nothing: what it compiles in many processes is there for a later run, which else compiles case by
+case. Peers do the same work from the same routing: vLLM's Triton
 kernels (see vllm_wheel) and, in bfloat16, torch with torch._grouped_mm. Bounds: our "whole layer" with router and
 choice of experts, and those two alone; "triton", where ours is another library; with many tokens both products of
 DeepGEMM alone, on rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by
@@ -43,7 +43,6 @@ Format: TypeAlias = Literal["bf16", "fp8"]
 Experts: TypeAlias = Callable[..., Tensor]  # x, ids, factors, gate and up, down
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
-MANY_TOKENS = (4096, 1024, 256)
 DEEP_GEMM_TOKENS = 1024
 NUM_SAMPLES = 9
 NUM_COPIES = 2  # of the weights
@@ -351,13 +350,11 @@ def compile_all(folder: Path | None) -> None:
         list(pool.map(partial(compile_case, folder), cases))
 
 
-def measure_model(
-    model: Model, kind: Format, device: torch.device, all_tokens: Sequence[int], folder: Path | None
-) -> Iterator[Row]:
+def measure_model(model: Model, kind: Format, device: torch.device, folder: Path | None) -> Iterator[Row]:
     """Only this model's weights are held."""
     for skewed in (False, True):
         weights = [Weights.random(model, kind, device, skewed=skewed) for _ in range(NUM_COPIES)]
-        for tokens in all_tokens:
+        for tokens in TOKENS:
             yield measure(model, kind, tokens, device, weights, "skewed" if skewed else "random", folder)
         del weights
         torch.cuda.empty_cache()
@@ -366,21 +363,20 @@ def measure_model(
 def main() -> int:
     """Measures and writes the results, those of each model as soon as they are there."""
     device = torch.device("cuda")
-    options = parse_peers(__doc__, sys.argv[1:], "many", "compile")
+    options = parse_peers(__doc__, sys.argv[1:], "compile")
     if options.what == "compile":
         compile_all(options.peers)
         return 0
-    all_tokens = MANY_TOKENS if options.what else TOKENS
     rows = []
     for model, kind in CASES:
-        for row in measure_model(model, kind, device, all_tokens, options.peers):
+        for row in measure_model(model, kind, device, options.peers):
             rows.append(row)
             others = ", ".join(f"{name} {value:.1f}" for name, value in {**row.peers, **row.bounds}.items())
             unrun = "".join(f"; {name} not run: {why}" for name, why in row.not_run.items())
             share = 100 * (row.floor_us or 0) / row.ours_us
             sys.stdout.write(f"{row.case}: {row.library} {row.ours_us:.1f} us, {share:.0f} %; {others}{unrun}\n")
             sys.stdout.flush()
-        write_results("bench_moe_many" if options.what else "bench_moe", rows, device=device)
+        write_results("bench_moe", rows, device=device)
     return 0
 
 

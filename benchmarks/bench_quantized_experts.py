@@ -8,7 +8,7 @@ products' FLOP. Calls rotate over copies of the weights and over routings.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -108,20 +108,20 @@ def copies_of(model: Model, weight_format: WeightFormat, device: torch.device) -
     ]
 
 
-def _target(model: Model, device: torch.device, more: Mapping[str, int]) -> Target:
+def _target(model: Model, device: torch.device) -> Target:
     """As the layer describes itself."""
-    geometry = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner, **more}
+    geometry = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
     return Target(device=device, dtype=_DTYPE, geometry=geometry)
 
 
 def ours(model: Model, weight_format: WeightFormat, device: torch.device) -> tuple[str, Callable[..., Tensor]]:
-    target = _target(model, device, {weight_format.value: 1})
+    target = _target(model, device)
     library = select("quantized_experts", quantized_experts.LIBRARIES[weight_format], target, {}).pick()
     return library.name, lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
 
 
 def in_bfloat16(model: Model, pairs: int, device: torch.device) -> Callable[..., Tensor]:
-    library = select("moe_experts", moe_experts.LIBRARIES, _target(model, device, {}), {}).pick({"pairs": pairs})
+    library = select("moe_experts", moe_experts.LIBRARIES, _target(model, device), {}).pick({"pairs": pairs})
     return lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from dist_infer.comm.all_reduce_measured import TABLE
 from dist_infer.comm.all_reduce_table import default_strategy, look_up
 from dist_infer.comm.collectives import Collectives
-from dist_infer.comm.moe_finalize_measured import DEFAULT_ROWS, MAX_ROWS
 from dist_infer.comm.strategy import Strategy, Table
 from dist_infer.comm.symmetric import PeerMemory, open_peer_memory
 from dist_infer.errors import UsageError
@@ -31,10 +30,12 @@ from dist_infer.kernels import rms_norm as rms_norm_op
 from dist_infer.kernels.all_reduce import AllReduceFunction, Epilogue, PeerLayout, PeerSpace, Reduced
 from dist_infer.kernels.carriers import ExpertOutputs, QkNorm, Rotation
 from dist_infer.kernels.dispatch import Library, Target, resolve
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.quantize import QuantFormat
 
 MAX_ONE_SHOT_BYTES = 64 << 20  # of one rank's rows between two ranks; each keeps two such slots for every other one
 MAX_TWO_SHOT_BYTES = 128 << 20
+_MAX_ADDED_ROWS = 64  # whose outputs of experts a kernel adds up itself: of more a launch before it does, same bytes
 _MAX_PROGRAMS = 132  # where it isn't known how many multiprocessors there are
 
 
@@ -134,7 +135,7 @@ def open_peer_room(
         two_shot_rows=max(1, min(max_tokens, MAX_TWO_SHOT_BYTES // stride)),
     )
     memory = open_peer_memory(group, process_group, num_bytes=layout.num_bytes, device=device, prepare=layout.prepare)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     return PeerRoom(memory, layout, max_programs=max(1, num_sms // num_sharing), shares_device=num_sharing > 1)
 
 
@@ -234,17 +235,12 @@ class FusedAllReduce:
         strategy = self.strategy_for(x, fused_op)
         if self._room is None or strategy not in self._kernels:
             return self._finish(self._sum(self._rows(x), strategy), epilogue)
-        if not isinstance(x, Tensor) and not self._adds_up(x):
+        if not isinstance(x, Tensor) and len(x.ids) > _MAX_ADDED_ROWS:
             x = self._rows(x)
         if isinstance(x, Tensor) and x.data_ptr() % 16:
             x = x.clone()
         run = op.one_shot if strategy is Strategy.ONE_SHOT else op.two_shot
         return run(x, epilogue, self._room.enter(), library=self._kernels[strategy])
-
-    def _adds_up(self, x: ExpertOutputs) -> bool:
-        """Whether the kernel of the all-reduce adds up the outputs of experts: the same bytes, sooner."""
-        key = (self._device_name, self._group.size, x.ids.shape[1], x.shape[1])
-        return len(x.ids) <= MAX_ROWS.get(key, DEFAULT_ROWS)
 
     def takes_heads(self, qkv: Tensor) -> bool:
         """Whether there is one kernel for these heads. The same on all ranks.

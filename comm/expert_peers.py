@@ -16,6 +16,7 @@ from dist_infer.comm.wire import NcclWire
 from dist_infer.kernels import peer_rows as op
 from dist_infer.kernels.all_reduce import DTYPES
 from dist_infer.kernels.dispatch import Library, Target, on_triton, resolve
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.peer_rows import GatherFunction, RowsLayout, RowsSpace, ScatterFunction
 
 MAX_ROWS = 1024  # of a rank: beyond, bytes outweigh what a launch takes
@@ -70,7 +71,7 @@ class PeerRows:
             memory=memory,
             table=self._memory.table,
             rank=self._memory.rank,
-            max_programs=torch.cuda.get_device_properties(memory.device).multi_processor_count,
+            max_programs=num_multiprocessors(memory.device),
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import ExpertOutputs, Fp8Scaling, Fp8Tensor, QuantizedTensor
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
 from dist_infer.kernels.moe_finalize import check_outputs
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.quantize import QuantFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -127,7 +128,7 @@ def space_on_one_device(layout: PeerLayout, device: torch.device) -> PeerSpace:
     for piece in memory:
         layout.prepare(piece)
     table = torch.tensor([piece.data_ptr() for piece in memory], dtype=torch.int64, device=device)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     return PeerSpace(layout=layout, memory=memory, table=table, rank=0, max_programs=num_sms // layout.num_ranks)
 
 

@@ -4,7 +4,7 @@ R rows, K experts a row, E experts held, D model, I intermediate channels held.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,54 +17,48 @@ from dist_infer.kernels.reference.moe_experts import moe_experts as reference_mo
 MoeExpertsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
 ExpertOutputsFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, GatedActivation], Tensor]
 
+F = TypeVar("F", bound=Callable[..., Tensor])
+
 _CUTE_CHANNELS, _CUTE_EXPERTS = 64, 256
 _TRITON_TACTICS = tuple({"tiles": place} for place in range(4))
 _CUTE_TACTICS = tuple({"form": place} for place in range(5))
 
 
-def _on_sizes_of_cute(target: Target) -> str | None:
+def misfit_of_cute(target: Target, channels: int = _CUTE_CHANNELS) -> str | None:
+    """Why grouped products in CuTe DSL, whose stages have so many channels, can't be used there."""
     width, inner = (target.geometry.get(name, 0) for name in ("width", "intermediate"))
-    if not width or not inner or width % _CUTE_CHANNELS or inner % _CUTE_CHANNELS:
-        return f"takes channels in multiples of {_CUTE_CHANNELS}, not {width} and {inner}"
+    if not width or not inner or width % channels or inner % channels:
+        return f"takes channels in multiples of {channels}, not {width} and {inner}"
     if target.geometry.get("experts", 0) > _CUTE_EXPERTS:
         return f"takes up to {_CUTE_EXPERTS} experts, not {target.geometry['experts']}"
     return on_cute(target)
 
 
-LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = (
-    Library(
-        name="triton",
-        function=deferred("dist_infer.kernels.triton.moe_experts", "moe_experts"),
-        is_available=on_triton,
-        graph_safe=True,
-        tactics=_TRITON_TACTICS,
-    ),
-    Library(
-        name="cute",
-        function=deferred("dist_infer.kernels.cute.moe_experts", "moe_experts"),
-        is_available=_on_sizes_of_cute,
-        graph_safe=True,
-        tactics=_CUTE_TACTICS,
-    ),
-    Library(name="torch", function=reference_moe_experts),
-)
-OUTPUTS_LIBRARIES: tuple[Library[ExpertOutputsFunction], ...] = (
-    Library(
-        name="triton",
-        function=deferred("dist_infer.kernels.triton.moe_experts", "expert_outputs"),
-        is_available=on_triton,
-        graph_safe=True,
-        tactics=_TRITON_TACTICS,
-    ),
-    Library(
-        name="cute",
-        function=deferred("dist_infer.kernels.cute.moe_experts", "expert_outputs"),
-        is_available=_on_sizes_of_cute,
-        graph_safe=True,
-        tactics=_CUTE_TACTICS,
-    ),
-    Library(name="torch", function=reference_expert_outputs),
-)
+def _libraries(name: str, reference: F) -> tuple[Library[F], ...]:
+    """Those that have a function of this name."""
+    by_triton: Any = deferred("dist_infer.kernels.triton.moe_experts", name)
+    by_cute: Any = deferred("dist_infer.kernels.cute.moe_experts", name)
+    return (
+        Library(
+            name="triton",
+            function=by_triton,
+            is_available=on_triton,
+            graph_safe=True,
+            tactics=_TRITON_TACTICS,
+        ),
+        Library(
+            name="cute",
+            function=by_cute,
+            is_available=misfit_of_cute,
+            graph_safe=True,
+            tactics=_CUTE_TACTICS,
+        ),
+        Library(name="torch", function=reference),
+    )
+
+
+LIBRARIES: tuple[Library[MoeExpertsFunction], ...] = _libraries("moe_experts", reference_moe_experts)
+OUTPUTS_LIBRARIES: tuple[Library[ExpertOutputsFunction], ...] = _libraries("expert_outputs", reference_expert_outputs)
 
 
 def moe_experts(

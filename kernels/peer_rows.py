@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dist_infer.kernels.all_reduce import DTYPES, SENTINEL
 from dist_infer.kernels.dispatch import Library, deferred, on_triton
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 
 _LINE = 256
 
@@ -100,7 +101,7 @@ def rows_on_one_device(layout: RowsLayout, device: torch.device) -> RowsSpace:
     for piece in memory:
         layout.prepare(piece)
     table = torch.tensor([piece.data_ptr() for piece in memory], dtype=torch.int64, device=device)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     return RowsSpace(layout=layout, memory=memory, table=table, rank=0, max_programs=num_sms // layout.num_ranks)
 
 

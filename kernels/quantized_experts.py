@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
-from dist_infer.kernels.dispatch import Library, Target, deferred, on_cute, on_triton
+from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.moe_experts import misfit_of_cute
 from dist_infer.kernels.reference.quantized_experts import quantized_experts as reference_quantized_experts
 from dist_infer.kernels.scaled_linear import WeightFormat, check_operands
 
@@ -20,7 +21,7 @@ QuantizedExpertsFunction: TypeAlias = Callable[
     [Tensor | Fp8Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor, GatedActivation], Tensor
 ]
 
-_CUTE_CHANNELS, _CUTE_EXPERTS = 128, 256
+_CUTE_CHANNELS = 128
 
 
 def _on_bf16_triton(target: Target) -> str | None:
@@ -30,12 +31,7 @@ def _on_bf16_triton(target: Target) -> str | None:
 
 
 def _on_sizes_of_cute(target: Target) -> str | None:
-    width, inner = (target.geometry.get(name, 0) for name in ("width", "intermediate"))
-    if not width or not inner or width % _CUTE_CHANNELS or inner % _CUTE_CHANNELS:
-        return f"takes channels in multiples of {_CUTE_CHANNELS}, not {width} and {inner}"
-    if target.geometry.get("experts", 0) > _CUTE_EXPERTS:
-        return f"takes up to {_CUTE_EXPERTS} experts, not {target.geometry['experts']}"
-    return _on_bf16_triton(target) or on_cute(target)
+    return _on_bf16_triton(target) or misfit_of_cute(target, _CUTE_CHANNELS)
 
 
 _REFERENCE: Library[QuantizedExpertsFunction] = Library(name="torch", function=reference_quantized_experts)

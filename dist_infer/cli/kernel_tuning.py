@@ -17,7 +17,7 @@ from dist_infer.cli.environment import Environment
 from dist_infer.cli.stage import stage
 from dist_infer.errors import ExitCode, UsageError
 from dist_infer.intake.record_file import write_atomically
-from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels.dispatch import Target, spell
 from dist_infer.kernels.measured import Measured
 from dist_infer.kernels.tune import Time, from_json, graph_us, measure_attention, to_json
 from dist_infer.kernels.tune_moe import Layer, measure_experts
@@ -84,13 +84,13 @@ def _measure(tuning: Tuning, environment: Environment, world: World) -> None:
     kept = [entry for entry in earlier if not _is_replaced(entry, target.device_name, tuning)]
     write_atomically(path, to_json([*found, *kept], _versions()).encode())
     for entry in found:
-        sizes = ", ".join(f"{name} {_spell(values)}" for name, values in entry.sizes.items())
-        tactic = "".join(f" {name} {value}" for name, value in entry.tactic.items())
-        _log.info("%s, %s: %s%s (%s)", entry.op, sizes, entry.library, tactic, entry.figures)
+        sizes = ", ".join(f"{name} {_in_words(values)}" for name, values in entry.sizes.items())
+        way = " ".join([entry.library, *spell(entry.tactic)])
+        _log.info("%s, %s: %s (%s)", entry.op, sizes, way, entry.figures)
     _log.info("kept in %s for all later jobs", path)
 
 
-def _spell(values: range) -> str:
+def _in_words(values: range) -> str:
     return str(values.start) if len(values) == 1 else f"{values.start} to {values.stop - 1}"
 
 

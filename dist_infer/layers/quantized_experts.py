@@ -36,8 +36,7 @@ class ExpertQuantizer:
         if reason is not None:
             setup.on_choice(f"quantized_experts: none, weights stay as they are ({reason})")
             return None
-        # the name of a format stands among the sizes, because what was measured is of one format
-        sizes = {"experts": num_experts, "width": width, "intermediate": inner, weight_format.value: 1}
+        sizes = {"experts": num_experts, "width": width, "intermediate": inner}
         return cls(
             weight_format=weight_format,
             quantize=setup.choose("quantize", quantize_op.LIBRARIES, width=width),

@@ -15,7 +15,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cuda.bindings import driver
 from cutlass import Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -28,6 +27,7 @@ from dist_infer.kernels.cute.grouped_gemm_multiply import multiply
 from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, NUMBERS, PASS_BYTES, STEP, Variant
 from dist_infer.kernels.cute.moe_order import MAX_ORDERED, plan_pairs
 from dist_infer.kernels.cute.moe_schedule import MAX_EXPERTS, TABLE_LEN, make_tables, plan_tiles
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 
 _GATHERERS = 128
 
@@ -46,7 +46,7 @@ def gate_up(x: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, top_k: int
     _, two_inner, width = weight.shape
     out = x.new_empty(len(order), two_inner // 2)
     inner = two_inner // 2
-    sizes = (top_k, inner, inner, len(weight), _num_ctas(x.device))
+    sizes = (top_k, inner, inner, len(weight), num_multiprocessors(x.device))
     compiled(variant)(x, weight.view(-1, width), order, firsts, out, *sizes)
     return out
 
@@ -62,7 +62,7 @@ def down(hidden: Tensor, weight: Tensor, order: Tensor, firsts: Tensor, variant:
     _check("down", hidden, weight, order, weight.shape[1], variant)
     _, width, inner = weight.shape
     out = hidden.new_empty(len(order), width)
-    sizes = (1, width, variant.box, len(weight), _num_ctas(hidden.device))
+    sizes = (1, width, variant.box, len(weight), num_multiprocessors(hidden.device))
     compiled(variant)(hidden, weight.view(-1, inner), order, firsts, out, *sizes)
     return out
 
@@ -85,11 +85,6 @@ def _check(name: str, rows: Tensor, weight: Tensor, order: Tensor, channels: int
             f"{name}: rows {rows.dtype} {list(rows.shape)} and weights {weight.dtype} {list(weight.shape)} are not"
             f" contiguous, of one 16-bit dtype, in multiples of {DEPTH} channels and at most {MAX_EXPERTS} experts"
         )
-
-
-@cache
-def _num_ctas(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

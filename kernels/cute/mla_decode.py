@@ -21,6 +21,7 @@ from dist_infer.kernels.cute.mla_call import Block, PackedLaunch, compile_argume
 from dist_infer.kernels.cute.mla_launch import DTYPES, Variant
 from dist_infer.kernels.cute.mla_merge import MAX_CTAS, workspace_size
 from dist_infer.kernels.cute.mla_tiles import LATENT, WIDTH
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 
 PAGE_SIZES = (16, 32, 64, 128)
 ROW_COUNTS = (8, 16, 32, mla_many_rows.NUM_ROWS)
@@ -44,7 +45,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_ctas = num_multiprocessors(device)
         self.memory = torch.empty(workspace_size(rows, self.num_ctas), dtype=torch.float32, device=device)
         self.states.zero_()
         self.address = self.memory.data_ptr()

@@ -27,6 +27,7 @@ from dist_infer.kernels.cute.moe_schedule import MAX_EXPERTS, TABLE_LEN, make_ta
 from dist_infer.kernels.cute.quantized_load import load
 from dist_infer.kernels.cute.quantized_multiply import multiply
 from dist_infer.kernels.cute.quantized_parts import DEPTH, ROW_BYTES, Variant
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.scaled_linear import WeightFormat
 
 
@@ -140,13 +141,8 @@ def _run(
         firsts,
         *outputs,
         *sizes,
-        _num_multiprocessors(order.device) * variant.num_ctas,
+        num_multiprocessors(order.device) * variant.num_ctas,
     )
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

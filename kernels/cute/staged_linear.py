@@ -17,6 +17,7 @@ from torch import Tensor
 from dist_infer.kernels.carriers import Fp8Tensor, QuantizedTensor
 from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.staged_gemm import Launch, Variant
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.prepared_weight import PreparedWeight
 from dist_infer.kernels.staged_weight import MAX_CTAS, ROWS, StagedWeight
 
@@ -55,7 +56,7 @@ def _multiply(x: Tensor, weight: StagedWeight, bias: Tensor | None, out: Tensor)
         has_bias=bias is not None,
     )
     num_blocks = -(-num_outputs // ROWS) * -(-num_tokens // variant.tokens)
-    num_ctas = min(_num_processors(x.device), num_blocks * min(weight.num_stages, _MAX_PARTS))
+    num_ctas = min(MAX_CTAS, num_multiprocessors(x.device), num_blocks * min(weight.num_stages, _MAX_PARTS))
     compiled(variant)(
         x,
         weight.data,
@@ -68,11 +69,6 @@ def _multiply(x: Tensor, weight: StagedWeight, bias: Tensor | None, out: Tensor)
         num_ctas,
         int(torch.cuda.is_current_stream_capturing()),  # else what is in front may just have written the weight
     )
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    return min(MAX_CTAS, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -10,7 +10,6 @@ of FIXED, or of more if it would have too many splits, whatever the others are.
 S sequences, N query heads, V value channels, P splits.
 """
 
-from functools import cache
 from math import prod
 
 import torch
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_infer.kernels.multiprocessors import num_multiprocessors
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 
 MAX_SPLITS = 128
@@ -43,12 +43,11 @@ def num_fixed_splits(max_kv_len: int) -> int:
     return num_splits if num_splits < 32 else -(-num_splits // 32) * 32
 
 
-@cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Multiprocessors of a GPU, or what stands for them where Triton interprets."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return num_multiprocessors(device)
 
 
 _FIXED, _MAX_SPLITS = tl.constexpr(FIXED), tl.constexpr(MAX_SPLITS)

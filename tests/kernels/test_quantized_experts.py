@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Mxfp8Tensor, Nvfp4Tensor, QuantizedTensor, ScaleLayout
+from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.dispatch import Library
 from dist_infer.kernels.quantize import dequantize
 from dist_infer.kernels.quantized_experts import LIBRARIES, QuantizedExpertsFunction, misfit, quantized_experts
@@ -16,6 +16,7 @@ from dist_infer.kernels.reference.quantize import quantize as reference_quantize
 from dist_infer.kernels.scaled_linear import WeightFormat
 from tests.kernels.aot import compile_ahead
 from tests.kernels.library_cases import library_devices
+from tests.kernels.quantized_weights import quantized
 from tests.kernels.triton_interpreter import TRITON_DEVICES
 from tests.yardstick import check_error
 
@@ -45,20 +46,6 @@ Case = tuple[Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor]
 def triton_module(name: str) -> Any:
     """Imported late, for Triton to see whether it interprets."""
     return import_module(f"dist_infer.kernels.triton.{name}")
-
-
-def quantized(matrix: Tensor, weight_format: WeightFormat) -> QuantizedTensor:
-    rows, width = matrix.shape
-    out: QuantizedTensor
-    if weight_format is WeightFormat.FP8_BLOCK:
-        out = Fp8Tensor.empty(rows, width, Fp8Scaling.BLOCKS_128X128, device=matrix.device)
-    elif weight_format is WeightFormat.MXFP8:
-        out = Mxfp8Tensor.empty(rows, width, ScaleLayout.LINEAR, device=matrix.device)
-    else:
-        scale = (448 * 6 / matrix.float().abs().max()).view(1)
-        out = Nvfp4Tensor.empty(rows, width, ScaleLayout.LINEAR, device=matrix.device, global_scale=scale)
-    reference_quantize(matrix, out)
-    return out
 
 
 def random_case(

@@ -18,6 +18,7 @@ from tests.devices import DEVICES
 from tests.kernels import packed_assembly
 from tests.kernels.aot import compile_ahead
 from tests.kernels.library_cases import library_devices
+from tests.kernels.quantized_weights import quantized
 from tests.kernels.triton_interpreter import TRITON_DEVICES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, of unused lanes
@@ -37,24 +38,6 @@ PREPARING = pytest.mark.parametrize(  # the libraries that prepare a weight
 def normal(rows: int, width: int, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(rows * 1000 + width)
     return torch.randn(rows, width, generator=generator).to(device)
-
-
-def quantized(x: Tensor, weight_format: WeightFormat, *, is_input: bool = False) -> QuantizedTensor:
-    out: QuantizedTensor
-    rows, width = x.shape
-    if weight_format is WeightFormat.FP8:
-        scale = (x.float().abs().max() / 448).view(1) if x.numel() else torch.ones(1, device=x.device)
-        out = Fp8Tensor.empty(rows, width, Fp8Scaling.TENSOR, device=x.device, scale=scale)
-    elif weight_format is WeightFormat.FP8_BLOCK:
-        scaling = Fp8Scaling.BLOCKS_1X128 if is_input else Fp8Scaling.BLOCKS_128X128
-        out = Fp8Tensor.empty(rows, width, scaling, device=x.device)
-    elif weight_format is WeightFormat.MXFP8:
-        out = Mxfp8Tensor.empty(rows, width, ScaleLayout.LINEAR, device=x.device)
-    else:
-        scale = (448 * 6 / x.float().abs().max()).view(1)
-        out = Nvfp4Tensor.empty(rows, width, ScaleLayout.LINEAR, device=x.device, global_scale=scale)
-    reference_quantize(x, out)
-    return out
 
 
 def operands(

@@ -14,9 +14,7 @@ from dist_infer.kernels.cute.grouped_gemm_parts import Variant
 from dist_infer.kernels.cute.moe_align import align
 from dist_infer.kernels.cute.moe_forms import FORMS, Form, form_for
 from dist_infer.kernels.reference.silu_mul import silu_mul
-
-TOP_K = 3
-
+from tests.kernels.cute.ragged_pairs import COUNTS, TOP_K, normal, ragged
 
 WIDE = Form((16, 40, 48), 4, 128, 1)
 DEEP = Form((8, 16), 6, 64, 2)
@@ -86,37 +84,11 @@ def test_what_no_variant_takes_is_refused() -> None:
             op.gate_up(*wrong, order, firsts, TOP_K, variant(GatedActivation.SILU))
 
 
-def ragged(counts: list[int], num_dead: int) -> tuple[Tensor, Tensor]:
-    """(order, firsts) of rows in a random order, and pairs behind them that no expert has."""
-    generator = torch.Generator().manual_seed(len(counts))
-    total = sum(counts)
-    num_rows = -(-(total + num_dead) // TOP_K)
-    order = torch.randperm(num_rows * TOP_K, generator=generator).int()
-    firsts = torch.tensor([0, *counts]).cumsum(0).int()
-    order[total:] = torch.iinfo(torch.int32).max
-    return order.cuda(), firsts.cuda()
-
-
-def normal(*shape: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(shape[0])
-    return torch.randn(shape, generator=generator, device="cuda").div_(shape[-1] ** 0.5).bfloat16()
-
-
 def check(out: Tensor, truth: Tensor) -> None:
     """Sums of fewer than 2^11 products in float32, rounded once."""
     assert (out.double() - truth).abs().max() <= 2**-8 * truth.abs().max()
     wrong = (out != truth.bfloat16()).double().mean()
     assert wrong < 0.02, f"{wrong:.1%} of the values are not the truth rounded once"
-
-
-COUNTS = [
-    ([1], 0),
-    ([0, 16, 0, 0, 17, 0], 5),
-    ([48, 49, 95, 96, 97, 0, 1, 15], 100),
-    ([1000], 3),
-    ([0] * 255 + [33], 0),
-    ([idx * 37 % 130 for idx in range(256)], 11),
-]
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from dist_infer.kernels.reference.quantize import quantize
 from dist_infer.kernels.reference.silu_mul import silu_mul
 from dist_infer.kernels.scaled_linear import WeightFormat
 from tests.kernels.cute.ragged_pairs import COUNTS, TOP_K, normal, ragged
+from tests.kernels.quantized_weights import quantized
 
 FORMATS = (WeightFormat.FP8_BLOCK, WeightFormat.MXFP8, WeightFormat.NVFP4)
 WIDTH, INNER = 384, 256
@@ -74,20 +75,6 @@ def test_variants_compile_without_a_gpu(
     assert "cp.async.bulk.tensor.2d" in ptx and "cp.async.cg.shared.global" in ptx
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is own.quantizes
     assert "ld.local" not in ptx
-
-
-def quantized(matrix: Tensor, weight_format: WeightFormat) -> QuantizedTensor:
-    rows, width = matrix.shape
-    out: QuantizedTensor
-    if weight_format is WeightFormat.FP8_BLOCK:
-        out = Fp8Tensor.empty(rows, width, Fp8Scaling.BLOCKS_128X128, device=matrix.device)
-    elif weight_format is WeightFormat.MXFP8:
-        out = Mxfp8Tensor.empty(rows, width, ScaleLayout.LINEAR, device=matrix.device)
-    else:
-        scale = (448 * 6 / matrix.float().abs().max()).view(1)
-        out = Nvfp4Tensor.empty(rows, width, ScaleLayout.LINEAR, device=matrix.device, global_scale=scale)
-    quantize(matrix, out)
-    return out
 
 
 def in_blocks(rows: Tensor) -> Fp8Tensor:
