@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any
@@ -19,8 +19,9 @@ from dist_infer.comm.collectives import Collectives, SingleCollectives
 from dist_infer.comm.expert_all_to_all import AllToAll
 from dist_infer.comm.mesh import Mesh, split_heads
 from dist_infer.comm.peer_collectives import PeerCollectives
-from dist_infer.kernels.carriers import Fp8Tensor, PagedStep
-from dist_infer.kernels.dispatch import Target
+from dist_infer.kernels import quantize as quantize_op
+from dist_infer.kernels.carriers import Fp8Tensor, PagedStep, QuantizedTensor
+from dist_infer.kernels.dispatch import Library, Target
 from dist_infer.kernels.scaled_linear import WeightFormat
 from dist_infer.kv_cache import KVCache
 from dist_infer.layers.mlp import GatedMlp
@@ -276,10 +277,24 @@ def test_a_norm_that_quantises_for_its_consumer_changes_no_bit(
         assert torch.equal(fused, separate)
 
 
+def quantize_on_gpu(x: Tensor, out: QuantizedTensor) -> None:
+    """The bytes of a GPU for a tensor of the CPU: with NVFP4 they may differ at ties (see kernels/quantize)."""
+    parts = {field.name: getattr(out, field.name) for field in fields(out)}
+    on_device: dict[str, Any] = {name: part.cuda() for name, part in parts.items() if isinstance(part, Tensor)}
+    on_gpu = replace(out, **on_device)
+    quantize_op.LIBRARIES[0].function(x.cuda(), on_gpu)
+    out.data.copy_(on_gpu.data)
+    out.scales.copy_(on_gpu.scales)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_format", [WeightFormat.MXFP8, WeightFormat.NVFP4])
-def test_narrow_weights_on_a_gpu_are_those_of_a_cpu(weight_format: WeightFormat, tmp_path: Path) -> None:
+def test_narrow_weights_on_a_gpu_are_those_of_a_cpu(
+    weight_format: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 41 tokens, one more token, and a prompt too long for the kernel of few tokens."""
+    libraries = (*quantize_op.LIBRARIES[:1], Library(name="torch", function=quantize_on_gpu))
+    monkeypatch.setattr(quantize_op, "LIBRARIES", libraries)
     folder = make_real_shaped(tmp_path, "llama")
     tensors = safetensors_torch.load_file(folder / "model.safetensors")
     results = []
@@ -306,7 +321,7 @@ def test_narrow_weights_on_a_gpu_are_those_of_a_cpu(weight_format: WeightFormat,
     on_cpu, on_gpu = results
     assert on_gpu.shape == on_cpu.shape and len(on_gpu) == 42 + 75
     errors = (on_gpu - on_cpu).norm(dim=1) / on_cpu.norm(dim=1)
-    assert errors.max().item() < 0.1, errors
+    assert errors.max().item() < 0.02, errors
 
 
 def load_layout(folder: Path, mesh: Mesh, world: Collectives, tp: Collectives, max_moe_tokens: int | None) -> Decoder:
