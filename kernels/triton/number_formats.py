@@ -18,31 +18,31 @@ _TINY = tl.constexpr(1.1754943508222875e-38)
 _ZEROED_WORDS = tl.constexpr(1024)  # by one call of zero_invented_rows: eight tiles
 
 # Eight float32 x and a multiplier for each pair to eight E2M1 codes, even elements in the low nibbles. The code of
-# a = |x| m before it is rounded is the least of 2 a, a + 2, a / 2 + 4 and 7: each line is that of one step width.
-# Rounding keeps order, so each is rounded by itself, in the addition of 2^23, which leaves an integer in the low bits;
-# as bits NaN is above all of them, and becomes 7.
+# a = |x| m before it is rounded is the least of 2 a, a + 2, a / 2 + 4 and 7. Rounding keeps order, so each is rounded
+# by itself, in an addition that leaves an integer in the low bits, as that of 2^23 does. The first two in one: steps of
+# float32 are 1/2 below 2^23 and 1 above, so the bits of a + 2^23 - 2 are those of 2^23 and the code, less 4. NaN as
+# bits is above all of them, and becomes 7.
 _ONE_CODE = """
     abs.f32 a, {x};
     mul.rn.f32 a, a, {multiplier};
-    fma.rn.f32 s, a, 0f40000000, 0f4B000000;
-    add.rn.f32 c, a, 0f4B000002;
-    mov.b32 t0, s;
-    mov.b32 t1, c;
-    min.s32 t0, t0, t1;
-    fma.rn.f32 s, a, 0f3F000000, 0f4B000004;
-    mov.b32 t1, s;
-    min.s32 t0, t0, t1;
-    min.s32 b{idx}, t0, 0x4B000007;
+    add.rn.f32 s, a, 0f4AFFFFFC;
+    fma.rn.f32 a, a, 0f3F000000, 0f4B000000;
+    mov.b32 b{idx}, s;
+    mov.b32 t0, a;
+    min.s32 b{idx}, b{idx}, t0;
+    min.s32 b{idx}, b{idx}, 0x4B000003;
 """
+_ZERO_CODES = 0x4AFFFFFC * 0x11111111  # the sum below of eight codes that are 0
 _PACK_E2M1 = tl.constexpr(
-    "{ .reg .f32 a, s, c; .reg .b32 b<8>, t<4>;"
+    "{ .reg .f32 a, s; .reg .b32 b<8>, t<4>;"
     # $1 to $4 are the even elements, $5 to $8 the odd ones, $9 to $12 the multipliers of the pairs
     + "".join(_ONE_CODE.format(x=f"${1 + idx}", multiplier=f"${9 + idx % 4}", idx=idx) for idx in range(8))
     + "".join(f"mad.lo.u32 b{idx}, b{idx + 4}, 16, b{idx};" for idx in range(4))
-    + """
-    prmt.b32 b0, b0, b1, 0x0040;
-    prmt.b32 b2, b2, b3, 0x0040;
-    prmt.b32 b0, b0, b2, 0x5410;
+    + f"""
+    mad.lo.u32 b0, b1, 256, b0;
+    mad.lo.u32 b2, b3, 256, b2;
+    mad.lo.u32 b0, b2, 65536, b0;
+    add.u32 b0, b0, {-_ZERO_CODES % 2**32};
     prmt.b32 t0, $1, $2, 0x00FB;  // a selector of 8 + n spreads the sign of byte n
     prmt.b32 t1, $3, $4, 0x00FB;
     prmt.b32 t0, t0, t1, 0x5410;
@@ -50,7 +50,7 @@ _PACK_E2M1 = tl.constexpr(
     prmt.b32 t3, $7, $8, 0x00FB;
     prmt.b32 t2, t2, t3, 0x5410;
     lop3.b32 b0, t0, 0x08080808, b0, 0xEA;  // t & mask | b
-    lop3.b32 $0, t2, 0x80808080, b0, 0xEA; }"""
+    lop3.b32 $0, t2, 0x80808080, b0, 0xEA; }}"""
 )
 
 
@@ -83,7 +83,7 @@ def to_e4m3(x):
 
 
 @triton.jit
-def _larger_size(a, b):
+def larger_size(a, b):
     """The larger of |a| and |b|, or NaN, in one instruction: tl.abs would be one more for each."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 p, q; abs.f32 p, $1; abs.f32 q, $2; max.NaN.f32 $0, p, q; }",
@@ -102,7 +102,7 @@ def block_amax(blocks):
         bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # those of NaN are above infinity's
         amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
     else:
-        amax = tl.reduce(blocks, 1, _larger_size)
+        amax = tl.reduce(blocks, 1, larger_size)
     return amax
 
 
@@ -143,21 +143,20 @@ def nearest_e4m3(x):
 
     ptxas 12.8 reads a wrong register where a thread packs four fresh E4M3 codes into a word and also reads them back.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 16384.0) - 16384.0  # below 2^-6 values are 2^-9 apart, as they are above 2^14 in float32
-    value = tl.minimum(tl.where(x < 0.015625, small, normal), 448.0)
-    return tl.where(x != x, x, value)
+    size = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+    # above 2^20 size float32 are as far apart as E4M3 are at size, but no nearer than above 2^14: 2^-9
+    large = tl.maximum(exponent + 0x0A000000, 0x46800000).to(tl.float32, bitcast=True)
+    return (size + large) - large  # no product with an addition, of which the compiler would make one rounding
 
 
 @triton.jit
-def encode_nvfp4(blocks, global_scale, NUM_BLOCKS: tl.constexpr):
-    """[N, 16] to packed codes [N, 8] and E4M3 scale bytes [N]."""
-    wide = blocks.to(tl.float32)
-    exact = global_scale * (block_amax(wide) * _SIXTH)
+def encode_nvfp4(blocks, amax, global_scale, NUM_BLOCKS: tl.constexpr):
+    """[N, 16] in float32 and their amax [N] to packed codes [N, 8] and E4M3 scale bytes [N]."""
+    exact = global_scale * (amax * _SIXTH)
     scale = nearest_e4m3(exact)
     multiplier = tl.where(scale == 0, 0.0, reciprocal(scale * reciprocal(global_scale)))
-    pairs = tl.reshape(wide, (NUM_BLOCKS, 8, 2))
+    pairs = tl.reshape(blocks, (NUM_BLOCKS, 8, 2))
     even, odd = tl.split(pairs)
     _, multipliers = tl.broadcast(pairs, multiplier[:, None, None])  # split as the values are: nothing changes threads
     multipliers, _ = tl.split(multipliers)
@@ -165,27 +164,29 @@ def encode_nvfp4(blocks, global_scale, NUM_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def encode_mxfp8(blocks):
-    """[N, 32] to E4M3 [N, 32] and UE8M0 scale bytes [N]."""
-    wide = blocks.to(tl.float32)
-    amax = block_amax(wide)
-    bits = (amax * _INVERSE_448).to(tl.int32, bitcast=True)
-    exponent = bits >> 23
-    mantissa = bits & 0x7FFFFF
-    up = tl.where(exponent == 0, mantissa > 0x400000, mantissa != 0)  # byte 0 is 2^-127
-    scale = tl.minimum(exponent + up.to(tl.int32), 254)
+def encode_mxfp8(blocks, amax):
+    """[N, 32] in float32 and their amax [N] to E4M3 [N, 32] and UE8M0 scale bytes [N]."""
+    bits = (amax * _INVERSE_448).to(tl.uint32, bitcast=True)
+    up = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
+    scale = tl.where(bits <= 0x400000, 0, up).to(tl.int32)  # byte 0 is 2^-127
     # the reciprocal of a power of two as rcp.approx.ftz gives it: infinite for 2^-127, 0 for 2^127
     inverse = tl.where(scale == 0, 255, 254 - scale) << 23
     multiplier = tl.where(amax == 0, 0, inverse).to(tl.float32, bitcast=True)
-    return to_e4m3(wide * multiplier[:, None]), scale.to(tl.uint8)
+    return to_e4m3(blocks * multiplier[:, None]), scale.to(tl.uint8)
 
 
 @triton.jit
 def encode_fp8_blocks(blocks):
     """[N, 128] to E4M3 [N, 128] and float32 scales [N]."""
     wide = blocks.to(tl.float32)
-    scale = tl.maximum(block_amax(wide), _SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL) * _INVERSE_448
-    return to_e4m3(wide * tl.div_rn(1.0, scale)[:, None]), scale
+    return encode_scaled_fp8(wide, block_amax(wide))
+
+
+@triton.jit
+def encode_scaled_fp8(blocks, amax):
+    """[N, BLOCK] in float32 and their amax [N] to E4M3 [N, BLOCK] and float32 scales [N]."""
+    scale = tl.maximum(amax, _SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL) * _INVERSE_448
+    return to_e4m3(blocks * tl.div_rn(1.0, scale)[:, None]), scale
 
 
 @triton.jit
@@ -208,14 +209,22 @@ def scale_offset(row, block, blocks_per_row, FORMAT: tl.constexpr):
 @triton.jit
 def encode(blocks, scale, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr):
     """Data and scales of blocks [N, block_len]; `scale` points at the global scale of NVFP4."""
-    BLOCK: tl.constexpr = block_len(FORMAT)
-    if BLOCK == 16:
-        global_scale = 1.0 if scale is None else tl.load(scale)
-        encoded, stored = encode_nvfp4(blocks, global_scale, NUM_BLOCKS)
-    elif BLOCK == 32:
-        encoded, stored = encode_mxfp8(blocks)
+    global_scale = 1.0
+    if scale is not None:
+        global_scale = tl.load(scale)
+    wide = blocks.to(tl.float32)
+    return encode_wide(wide, block_amax(wide), global_scale, FORMAT, NUM_BLOCKS)
+
+
+@triton.jit
+def encode_wide(blocks, amax, global_scale, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """`encode` of float32 whose amax [N] and global scale are there."""
+    if FORMAT == "nvfp4" or FORMAT == "nvfp4_linear":
+        encoded, stored = encode_nvfp4(blocks, amax, global_scale, NUM_BLOCKS)
+    elif FORMAT == "mxfp8" or FORMAT == "mxfp8_linear":
+        encoded, stored = encode_mxfp8(blocks, amax)
     else:
-        encoded, stored = encode_fp8_blocks(blocks)
+        encoded, stored = encode_scaled_fp8(blocks, amax)
     return encoded, stored
 
 

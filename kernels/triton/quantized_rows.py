@@ -8,11 +8,12 @@ for few rows is how long one of them takes.
 import triton
 import triton.language as tl
 
+from dist_infer.kernels.triton.float_pairs import paired, paired_amax, unpaired
 from dist_infer.kernels.triton.number_formats import (
+    block_amax,
     block_len,
-    encode_fp8_blocks,
-    encode_mxfp8,
-    encode_nvfp4,
+    encode_scaled_fp8,
+    encode_wide,
     scale_offset,
     to_e4m3,
 )
@@ -35,41 +36,20 @@ setp.ne.s32 q, $3, 0;
 mov.b32 $0, 0;
 }""")
 
-_ROUND_BF16 = tl.constexpr("""
-{
-.reg .b32 t, low, high;
-cvt.rn.bf16x2.f32 t, $3, $2;
-shl.b32 low, t, 16;
-and.b32 high, t, 0xFFFF0000;
-mov.b32 $0, low;
-mov.b32 $1, high;
-}""")
-_ROUND_F16 = tl.constexpr("""
-{
-.reg .b32 t;
-.reg .b16 low, high;
-cvt.rn.f16x2.f32 t, $3, $2;
-mov.b32 {low, high}, t;
-cvt.f32.f16 $0, low;
-cvt.f32.f16 $1, high;
-}""")
-
 
 @triton.jit
-def rounded(values, DTYPE: tl.constexpr):
-    """float32 values as DTYPE holds them, still in float32.
-
-    Two by two: the compiler's own conversion of values one by one, a sixteenth as fast, would take longer than the rest
-    of a row's quantisation.
-    """
-    if tl.float32 == DTYPE:
-        result = values
-    elif _INTERPRETED:
-        result = values.to(DTYPE).to(tl.float32)
+def rounded_blocks(values, DTYPE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Float32 values as DTYPE holds them, still in float32, [NUM_BLOCKS, BLOCK], and the amax of each block."""
+    if tl.float32 == DTYPE or _INTERPRETED:
+        blocks = tl.reshape(values.to(DTYPE).to(tl.float32), (NUM_BLOCKS, BLOCK))
+        amax = block_amax(blocks)
     else:
-        TWO: tl.constexpr = _ROUND_BF16 if tl.bfloat16 == DTYPE else _ROUND_F16
-        result = tl.inline_asm_elementwise(TWO, "=f,=f,f,f", [values], dtype=tl.float32, is_pure=True, pack=2)
-    return result
+        even, odd = tl.split(tl.reshape(values, (NUM_BLOCKS, BLOCK // 2, 2)))
+        words = paired(even, odd, DTYPE)
+        amax = paired_amax(words, DTYPE)
+        even, odd = unpaired(words, DTYPE)
+        blocks = tl.reshape(tl.join(even, odd), (NUM_BLOCKS, BLOCK))
+    return blocks, amax
 
 
 @triton.constexpr_function
@@ -114,34 +94,38 @@ def _store_scales(scales, offset, values, is_real):
 
 @triton.jit
 def store_row_in_place(
-    values, row, data, scales, scale, WIDTH: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr
+    values,
+    row,
+    data,
+    scales,
+    scale,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Quantise `values` [COLUMNS], zero from WIDTH, and store them as row `row`, an int64.
+    """Round float32 `values` [COLUMNS], zero from WIDTH, to DTYPE, and store them quantised as row `row`, an int64.
 
-    Values are in float32, as `rounded` gives them; `scale` is of load_scale.
+    `scale` is of load_scale.
     """
     BLOCK: tl.constexpr = 16 if FORMAT == "fp8" or FORMAT == "fp8_rows" else block_len(FORMAT)
     BLOCK_BYTES: tl.constexpr = 8 if FORMAT == "nvfp4" or FORMAT == "nvfp4_linear" else BLOCK
     NUM_BLOCKS: tl.constexpr = COLUMNS // BLOCK
-    BLOCKS_PER_ROW: tl.constexpr = WIDTH // BLOCK
-    block = tl.arange(0, NUM_BLOCKS)
-    is_real = block < BLOCKS_PER_ROW
-    if FORMAT == "fp8":
-        encoded = tl.reshape(to_e4m3(values.to(tl.float32) * tl.div_rn(1.0, scale)), (NUM_BLOCKS, BLOCK))
-    elif FORMAT == "fp8_rows":
-        encoded, stored = encode_fp8_blocks(tl.reshape(values, (1, COLUMNS)))
+    if FORMAT == "fp8_rows":
+        blocks, amax = rounded_blocks(values, DTYPE, 1, COLUMNS)
+        encoded, stored = encode_scaled_fp8(blocks, amax)
+        encoded = tl.reshape(encoded, (NUM_BLOCKS, BLOCK))
         first = tl.arange(0, 1).to(tl.int64)
         _store_scales(scales, row + first, stored, first == 0)
-        encoded = tl.reshape(encoded, (NUM_BLOCKS, BLOCK))
     else:
-        blocks = tl.reshape(values, (NUM_BLOCKS, BLOCK))
-        if BLOCK == 16:
-            encoded, stored = encode_nvfp4(blocks, scale, NUM_BLOCKS)
-        elif BLOCK == 32:
-            encoded, stored = encode_mxfp8(blocks)
+        blocks, amax = rounded_blocks(values, DTYPE, NUM_BLOCKS, BLOCK)
+        if FORMAT == "fp8":
+            encoded = to_e4m3(blocks * tl.div_rn(1.0, scale))
         else:
-            encoded, stored = encode_fp8_blocks(blocks)
-        _store_scales(scales, scale_offset(row, block, BLOCKS_PER_ROW, FORMAT), stored, is_real)
-    in_row = block[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
-    data_row = tl.multiple_of(data + row * (BLOCKS_PER_ROW * BLOCK_BYTES), data_alignment(FORMAT))
-    tl.store(data_row + in_row, encoded, mask=is_real[:, None])
+            encoded, stored = encode_wide(blocks, amax, scale, FORMAT, NUM_BLOCKS)
+            block = tl.arange(0, NUM_BLOCKS)
+            _store_scales(scales, scale_offset(row, block, WIDTH // BLOCK, FORMAT), stored, block < WIDTH // BLOCK)
+    ROW_BYTES: tl.constexpr = WIDTH * BLOCK_BYTES // BLOCK
+    at = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
+    data_row = tl.multiple_of(data + row * ROW_BYTES, data_alignment(FORMAT))
+    tl.store(data_row + at, encoded, mask=at < ROW_BYTES)

@@ -19,7 +19,7 @@ from dist_infer.kernels.triton.dependent_launch import wait_for_inputs
 from dist_infer.kernels.triton.moe_finalize import finalized_words
 from dist_infer.kernels.triton.number_formats import zero_invented_rows
 from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
-from dist_infer.kernels.triton.quantized_rows import rounded, store_row_in_place
+from dist_infer.kernels.triton.quantized_rows import store_row_in_place
 from dist_infer.kernels.triton.rms_norm import row_scale
 
 # Arguments of the kernels that differ from call to call.
@@ -183,7 +183,7 @@ def finish_row(
         if norm_out is not None:
             tl.store(norm_out + place * HIDDEN + columns, normed.to(total.dtype), mask=inside)
         if FORMAT is not None:
-            store_row_in_place(rounded(normed, total.dtype), row, data, scales, scale, HIDDEN, FORMAT, COLUMNS)
+            store_row_in_place(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS, total.dtype)
 
 
 @triton.jit

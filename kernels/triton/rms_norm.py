@@ -2,7 +2,8 @@
 
 A row is one tile, so its sum of squares is added in an order that the tile and its layout settle, and these depend on
 the width and the dtype alone: not on how many rows there are or where they lie. Whoever
-fuses this norm into another kernel and promises the same bytes takes `tile_of`, `row_scale` and 16-byte loads too.
+fuses this norm into another kernel and promises the same bytes takes `tile_of`, `row_scale` and 16-byte loads too, or
+`row_scale_in_half` and half of the warps.
 """
 
 import torch
@@ -12,12 +13,36 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dist_infer.kernels.triton.dependent_launch import overlaps
+from dist_infer.kernels.triton.float_pairs import widened
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def row_scale(values, eps, HIDDEN: tl.constexpr):
     """1 / sqrt(mean of squares + eps), rounded correctly, of a float32 tile that is zero beyond HIDDEN."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, 0) / HIDDEN + eps))
+    return _scale_of(tl.sum(values * values, 0), eps, HIDDEN)
+
+
+@triton.jit
+def _scale_of(total, eps, HIDDEN: tl.constexpr):
+    return tl.div_rn(1.0, tl.sqrt_rn(total / HIDDEN + eps))
+
+
+@triton.jit
+def row_scale_in_half(values, eps, HIDDEN: tl.constexpr, NUM_WARPS: tl.constexpr, VECTOR: tl.constexpr):
+    """`row_scale` to the byte, of a tile that half of NUM_WARPS hold in vectors of VECTOR elements.
+
+    A thread has the values of two, n and n + 16 NUM_WARPS, and the first addition over warps is that of these two.
+    """
+    if _INTERPRETED or NUM_WARPS == 1:
+        total = tl.sum(values * values, 0)
+    else:
+        VECTORS: tl.constexpr = values.shape[0] // (32 * NUM_WARPS * VECTOR)  # of a thread of NUM_WARPS
+        squares = tl.reshape(values * values, (VECTORS, 2, NUM_WARPS // 2, 32, VECTOR))
+        threads = tl.reshape(tl.permute(squares, (1, 2, 3, 0, 4)), (2, NUM_WARPS // 2, 32, VECTORS * VECTOR))
+        total = tl.sum(tl.sum(tl.sum(tl.sum(threads, 3), 2), 0), 0)
+    return _scale_of(total, eps, HIDDEN)
 
 
 @triton.jit
@@ -40,13 +65,13 @@ def _rms_norm(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    gains = widened(tl.load(weight + columns, mask=inside, other=0))
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + columns, mask=inside, other=0)
         values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
         tl.store(total + row * HIDDEN + columns, values, mask=inside)
-    values = values.to(tl.float32)
+    values = widened(values)
     result = values * row_scale(values, eps, HIDDEN) * gains
     tl.store(normed + row * HIDDEN + columns, result.to(normed.dtype.element_ty), mask=inside)
 

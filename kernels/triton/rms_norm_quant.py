@@ -1,7 +1,7 @@
 """RMSNorm and quantisation as one Triton kernel; the contract stands in kernels/rms_norm_quant.py.
 
-The norm is computed as in rms_norm.py: the same tile, warps, loads and order of additions, so the same bytes. Gains are
-loaded when they are needed: then a thread has few enough registers for four programs on a multiprocessor. Programs
+The norm is computed as in rms_norm.py: the same tile, loads and order of additions, so the same bytes. Half of the
+warps share a row, though: to quantise is arithmetic, of which much is the same for all values of a thread. Programs
 beyond those of the rows zero the scales of invented rows.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -15,9 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dist_infer.kernels.carriers import Nvfp4Tensor, QuantizedTensor
 from dist_infer.kernels.triton import number_formats
 from dist_infer.kernels.triton.dependent_launch import overlapping
+from dist_infer.kernels.triton.float_pairs import widened
 from dist_infer.kernels.triton.quantize import kernel_format
-from dist_infer.kernels.triton.quantized_rows import load_scale, rounded, store_row_in_place
-from dist_infer.kernels.triton.rms_norm import aligned_rows, row_scale, tile_of
+from dist_infer.kernels.triton.quantized_rows import load_scale, store_row_in_place
+from dist_infer.kernels.triton.rms_norm import aligned_rows, row_scale_in_half, tile_of
 
 
 @triton.jit
@@ -37,6 +38,7 @@ def norm_and_quantize(
     HIDDEN: tl.constexpr,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -49,15 +51,18 @@ def norm_and_quantize(
         values = tl.load(x + row * x_stride + columns, mask=inside, other=0)
         if residual is not None:
             added = tl.load(residual + row * residual_stride + columns, mask=inside, other=0)
+        gains = tl.load(weight + columns, mask=inside, other=0)
+        given_scale = load_scale(scale)
+        if residual is not None:
             values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
             tl.store(total + row * HIDDEN + columns, values, mask=inside)
-        wide = values.to(tl.float32)
-        inverse = row_scale(wide, eps, HIDDEN)
-        gains = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-        result = wide * inverse * gains
+        wide = widened(values)
+        VECTOR: tl.constexpr = 128 // values.dtype.primitive_bitwidth
+        inverse = row_scale_in_half(wide, eps, HIDDEN, NUM_WARPS, VECTOR)
+        result = wide * inverse * widened(gains)
         if normed is not None:
             tl.store(normed + row * HIDDEN + columns, result.to(values.dtype), mask=inside)
-        store_row_in_place(rounded(result, values.dtype), row, data, scales, load_scale(scale), HIDDEN, FORMAT, TILE)
+        store_row_in_place(result, row, data, scales, given_scale, HIDDEN, FORMAT, TILE, values.dtype)
     else:
         number_formats.zero_invented_rows(scales, num_tokens, row.to(tl.int32) - num_tokens, HIDDEN, FORMAT)
 
@@ -94,7 +99,8 @@ def rms_norm_quant(
         HIDDEN=hidden,
         TILE=tile,
         FORMAT=quant_format,
-        num_warps=num_warps,
+        NUM_WARPS=num_warps,
+        num_warps=max(1, num_warps // 2),
         **overlapping(x),
     )
     return normed, total

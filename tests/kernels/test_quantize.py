@@ -191,6 +191,21 @@ def test_e2m1_rounds_ties_to_the_even_code(device: str) -> None:
     assert dequantize(out, torch.float32)[0, 1:9].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_nvfp4_scales_at_ties_are_those_that_codes_are_made_with(device: str) -> None:
+    """G * (amax / 6) is rounded to a tie of E4M3 and lies above it if it isn't: one instruction for both is wrong."""
+    amax = torch.tensor([1.0, 5.0, 13.0]) / 512
+    x = (amax[:, None] * torch.arange(1, 17) / 16).to(BF16).to(device)
+    ours, theirs = (
+        QuantFormat.NVFP4_LINEAR.empty(3, 16, device=x.device, scale=torch.full((1,), 3.0, device=device))
+        for _ in range(2)
+    )
+    triton_quantize.quantize(x, ours)
+    reference.quantize(x, theirs, triton_quantize.hardware_reciprocal if x.is_cuda else reference.nearest_reciprocal)
+    assert theirs.scales.view(-1).tolist() == [0, 2, 6]
+    assert same_bytes(ours, theirs)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quant_format", [QuantFormat.NVFP4, QuantFormat.NVFP4_LINEAR])
 def test_every_nvfp4_code_is_read(device: str, quant_format: QuantFormat) -> None:
