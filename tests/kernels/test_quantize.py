@@ -388,8 +388,8 @@ def test_an_epilogue_that_owns_a_head_gives_the_bytes_of_a_quantiser(device: str
 @pytest.mark.parametrize(
     ("kernel", "name", "num_warps"),
     [
-        ("quantize_blocks", "nvfp4_linear", 2),
-        ("quantize_blocks", "fp8_block128", 2),
+        ("quantize_blocks", "nvfp4_linear", 4),
+        ("quantize_blocks", "fp8_block128", 4),
         ("quantize_tiles", "nvfp4", 2),
         ("quantize_tiles", "mxfp8", 8),
     ],
