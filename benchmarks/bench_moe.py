@@ -161,6 +161,8 @@ class Ours:
     def on(cls, device: torch.device, model: Model, kind: Format, rows: int, order: str = "") -> "Ours":
         sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
         step = {"pairs": rows * model.method.top_k}
+        if kind == "fp8":
+            sizes[WeightFormat.FP8_BLOCK.value] = 1
         target = Target(device=device, dtype=_DTYPE, geometry=sizes)
         found: Library[Any]
         if kind == "fp8":

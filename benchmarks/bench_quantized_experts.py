@@ -2,15 +2,18 @@
 
     python -m benchmarks.bench_quantized_experts
 
-FP8 includes the quantisation of the rows. Bound: such experts in bfloat16. The floor counts the weights of the experts
-that are hit with their scales, the rows, the outputs of the pairs (written and read) and the sums once, and the
-products' FLOP. Calls rotate over copies of the weights and over routings.
+FP8 includes the quantisation of the rows. Bounds: such experts in bfloat16, and libraries that a layer would not use.
+The floor counts the weights of the experts that are hit with their scales, the rows, the outputs of the pairs (written
+and read) and the sums once, and the products' FLOP. Calls rotate over copies of the weights and over routings.
+`--compile` only puts all kernels into their caches, many at a time; without it they are made when they are needed.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Literal
 
@@ -63,6 +66,7 @@ MODELS = (
         inner=384,
         activation=GatedActivation.SWIGLUOAI,
     ),
+    Model(name="qwen3-30b-a3b", num_experts=128, top_k=8, width=2048, inner=768),
 )
 CASES = [(model, weight_format) for model in MODELS for weight_format in quantized_experts.LIBRARIES]
 Inputs = tuple[Tensor, Tensor, Tensor, QuantizedTensor, QuantizedTensor]
@@ -97,32 +101,38 @@ def routings(model: Model, tokens: int, device: torch.device) -> list[tuple[Tens
     return made
 
 
-def copies_of(model: Model, weight_format: WeightFormat, device: torch.device) -> list[tuple[QuantizedTensor, ...]]:
+def copies_of(
+    model: Model, weight_format: WeightFormat, device: torch.device, num_copies: int = NUM_COPIES
+) -> list[tuple[QuantizedTensor, ...]]:
     gate_up, down = model.num_experts * 2 * model.inner, model.num_experts * model.width
     return [
         (
             random_weight(gate_up, model.width, weight_format, device),
             random_weight(down, model.inner, weight_format, device),
         )
-        for _ in range(NUM_COPIES)
+        for _ in range(num_copies)
     ]
 
 
-def _target(model: Model, device: torch.device) -> Target:
-    """As the layer describes itself."""
-    geometry = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
-    return Target(device=device, dtype=_DTYPE, geometry=geometry)
-
-
-def ours(model: Model, weight_format: WeightFormat, device: torch.device) -> tuple[str, Callable[..., Tensor]]:
-    target = _target(model, device)
-    library = select("quantized_experts", quantized_experts.LIBRARIES[weight_format], target, {}).pick()
-    return library.name, lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
+def libraries_of(model: Model, weight_format: WeightFormat, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Those that have kernels, by their names: first the one that a layer would use."""
+    geometry = quantized_experts.geometry_of(
+        weight_format, experts=model.num_experts, width=model.width, intermediate=model.inner
+    )
+    target = Target(device=device, dtype=_DTYPE, geometry=geometry)
+    found = select("quantized_experts", quantized_experts.LIBRARIES[weight_format], target, {})
+    libraries = (found.pick(), *found.libraries)
+    return {library.name: _run(library.function, model) for library in libraries if library.name != "torch"}
 
 
 def in_bfloat16(model: Model, pairs: int, device: torch.device) -> Callable[..., Tensor]:
-    library = select("moe_experts", moe_experts.LIBRARIES, _target(model, device), {}).pick({"pairs": pairs})
-    return lambda x, ids, factors, up, down: library.function(x, ids, factors, up, down, model.activation)
+    geometry = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
+    target = Target(device=device, dtype=_DTYPE, geometry=geometry)
+    return _run(select("moe_experts", moe_experts.LIBRARIES, target, {}).pick({"pairs": pairs}).function, model)
+
+
+def _run(function: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
+    return lambda x, ids, factors, up, down: function(x, ids, factors, up, down, model.activation)
 
 
 def measure(
@@ -135,7 +145,7 @@ def measure(
 ) -> Row:
     """One row of the results."""
     inputs = routings(model, tokens, device)
-    name, run = ours(model, weight_format, device)
+    runs = libraries_of(model, weight_format, device)
     plain = in_bfloat16(model, tokens * model.top_k, device)
     num_hit = sum(len(set(ids.flatten().tolist())) for _, ids, _ in inputs) / len(inputs)
     pairs = tokens * model.top_k
@@ -143,23 +153,33 @@ def measure(
     num_bytes = weight_bytes + 2 * (2 * pairs + 2 * tokens) * model.width
     found = compare(
         {
-            "ours": lambda idx: [run(*inputs[idx % NUM_ROUTINGS], *weights[idx % NUM_COPIES])],
-            "bfloat16": lambda idx: [plain(*inputs[idx % NUM_ROUTINGS], *wide[idx % NUM_COPIES])],
+            name: partial(_called, run, inputs, wide if name == "bfloat16" else weights)
+            for name, run in {**runs, "bfloat16": plain}.items()
         },
         lambda idx: idx,
         device=device,
         bytes_per_call=round(max(num_bytes, 2.2e7)),
         num_samples=NUM_SAMPLES,
     )
+    chosen = next(iter(runs))
     number_format: Literal["bf16", "fp8"] = "fp8" if weight_format is WeightFormat.FP8_BLOCK else "bf16"
     flops = 6 * pairs * model.width * model.inner
     return Row(
         case=f"{model.name} {weight_format.value} tokens={tokens} experts={num_hit:.0f}",
-        ours_us=found["ours"].median_us,
-        library=name,
+        ours_us=found[chosen].median_us,
+        library=chosen,
         floor_us=floor_us(read_bytes=num_bytes, flops=flops, number_format=number_format),
-        bounds={"bfloat16": found["bfloat16"].median_us},
+        bounds={name: measured.median_us for name, measured in found.items() if name != chosen},
     )
+
+
+def _called(
+    run: Callable[..., Tensor],
+    inputs: Sequence[tuple[Tensor, ...]],
+    weights: Sequence[tuple[QuantizedTensor | Tensor, ...]],
+    idx: int,
+) -> list[Tensor]:
+    return [run(*inputs[idx % NUM_ROUTINGS], *weights[idx % NUM_COPIES])]
 
 
 def compile_case(case: tuple[int, int]) -> None:
@@ -167,7 +187,9 @@ def compile_case(case: tuple[int, int]) -> None:
     (model, weight_format), tokens = CASES[case[0]], case[1]
     device = torch.device("cuda")
     inputs = routings(model, tokens, device)[0]
-    ours(model, weight_format, device)[1](*inputs, *copies_of(model, weight_format, device)[0])
+    (weights,) = copies_of(model, weight_format, device, 1)
+    for run in libraries_of(model, weight_format, device).values():
+        run(*inputs, *weights)
     if weight_format is WeightFormat.FP8_BLOCK:
         up = torch.zeros(model.num_experts, 2 * model.inner, model.width, device=device, dtype=_DTYPE)
         down = torch.zeros(model.num_experts, model.width, model.inner, device=device, dtype=_DTYPE)
@@ -175,20 +197,16 @@ def compile_case(case: tuple[int, int]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(model: Model) -> None:
-    """Before any of its rows, so that results of the first model are there early."""
-    cases = [(idx, tokens) for idx, case in enumerate(CASES) if case[0] is model for tokens in TOKENS]
+def compile_all() -> None:
+    """For all cases."""
+    cases = [(idx, tokens) for idx in range(len(CASES)) for tokens in TOKENS]
     with ProcessPoolExecutor(NUM_COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_case, cases))
 
 
 def measure_all(device: torch.device) -> Iterator[Row]:
     """Only one model's weights in one format, and in bfloat16, are held."""
-    compiled = None
     for model, weight_format in CASES:
-        if model is not compiled:
-            compile_all(model)
-            compiled = model
         shape = (model.num_experts, 2 * model.inner, model.width)
         wide = [
             (
@@ -205,12 +223,18 @@ def measure_all(device: torch.device) -> Iterator[Row]:
 
 def main() -> int:
     """Measures and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compile only")
+    if parser.parse_args().compile:
+        compile_all()
+        return 0
     device = torch.device("cuda")
     rows = []
     for row in measure_all(device):
         rows.append(row)
         sys.stdout.write(
-            f"{row.case}: {row.ours_us:.1f} us, floor {row.floor_us:.1f}; bfloat16 {row.bounds['bfloat16']:.1f}\n"
+            f"{row.case}: {row.library} {row.ours_us:.1f} us, floor {row.floor_us:.1f};"
+            f" {', '.join(f'{name} {us:.1f}' for name, us in row.bounds.items())}\n"
         )
         sys.stdout.flush()
         write_results("bench_quantized_experts", rows, device=device)

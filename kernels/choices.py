@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Generic, TypeVar
 
-from dist_infer.kernels import attention_measured, moe_measured
+from dist_infer.kernels import attention_measured, moe_measured, quantized_experts_measured
 from dist_infer.kernels.carriers import PagedStep
 from dist_infer.kernels.dispatch import Library, Phase, Selection, Sizes, Target, order_libraries, resolve
 from dist_infer.kernels.measured import Measured
@@ -13,7 +13,11 @@ from dist_infer.kernels.orders import OPS, order_of
 from dist_infer.kernels.phases import num_seqs_by_phase
 
 F = TypeVar("F", bound=Callable[..., object])
-MEASURED: tuple[Measured, ...] = (*attention_measured.MEASURED, *moe_measured.MEASURED)
+MEASURED: tuple[Measured, ...] = (
+    *attention_measured.MEASURED,
+    *moe_measured.MEASURED,
+    *quantized_experts_measured.MEASURED,
+)
 
 
 def select(

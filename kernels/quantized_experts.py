@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, QuantizedTensor
-from dist_infer.kernels.dispatch import Library, Target, deferred, on_triton
+from dist_infer.kernels.dispatch import Library, Sizes, Target, deferred, on_triton
 from dist_infer.kernels.moe_experts import misfit_of_cute
 from dist_infer.kernels.reference.quantized_experts import quantized_experts as reference_quantized_experts
 from dist_infer.kernels.scaled_linear import WeightFormat, check_operands
@@ -64,6 +64,11 @@ def misfit(weight_format: WeightFormat, width: int, inner: int) -> str | None:
     block = {WeightFormat.FP8_BLOCK: 128, WeightFormat.MXFP8: 32, WeightFormat.NVFP4: 16}[weight_format]
     odd = [size for size in (width, inner) if size % block or not size]
     return f"{block} doesn't divide its {odd[0]} channels" if odd else None
+
+
+def geometry_of(weight_format: WeightFormat, *, experts: int, width: int, intermediate: int) -> Sizes:
+    """What the target of a layer says of it, by whose names measurements go: the format is one of them."""
+    return {"experts": experts, "width": width, "intermediate": intermediate, weight_format.value: 1}
 
 
 def quantized_experts(

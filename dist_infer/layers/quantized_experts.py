@@ -36,7 +36,7 @@ class ExpertQuantizer:
         if reason is not None:
             setup.on_choice(f"quantized_experts: none, weights stay as they are ({reason})")
             return None
-        sizes = {"experts": num_experts, "width": width, "intermediate": inner}
+        sizes = op.geometry_of(weight_format, experts=num_experts, width=width, intermediate=inner)
         return cls(
             weight_format=weight_format,
             quantize=setup.choose("quantize", quantize_op.LIBRARIES, width=width),

@@ -215,14 +215,10 @@ def _pairs_of_e4m3(word: Int32, scale: Int32):
 
 
 @cute.jit
-def divide(v: cutlass.Constexpr, low: cute.Tensor, high: cute.Tensor, global_scale: cute.Tensor) -> None:
-    """What sums of NVFP4 leave out: 2^9, and the global scale."""
-    divisor = global_scale[0]
-    for place in cutlass.range_constexpr(v.pairs // 2):
-        low[place] = _divided(low[place] * 512.0, divisor)
-        high[place] = _divided(high[place] * 512.0, divisor)
-
-
-@cute.jit
-def _divided(a: Float32, b: Float32) -> Float32:
-    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+def factor_of(global_scale: cute.Tensor) -> Float32:
+    """What sums of NVFP4 are multiplied by: 2^9, which they lack, and one by the global scale."""
+    return cute.arch.inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(512.0), global_scale[0]],
+    )

@@ -47,11 +47,12 @@ def quantized_experts(
         for kind, form in zip((activation, None), forms, strict=True)
     )
     expert_ids = expert_ids.contiguous()
-    rows = _operand(x, weight_format)
     order = firsts = expert_ids.flatten()
     if not orders:
         order, firsts = align(expert_ids.int(), num_experts)
-    hidden = gate_up(rows, w_gate_up, num_experts, order, firsts, expert_ids.shape[1], first)
+    rows = _operand(x, weight_format)
+    top_k, is_given = expert_ids.shape[1], isinstance(x, Fp8Tensor)
+    hidden = gate_up(rows, w_gate_up, num_experts, order, firsts, top_k, first, starts_early=not is_given)
     if first.is_fp8 and not first.quantizes:
         hidden = _operand(hidden, weight_format)
     outputs = down(hidden, w_down, num_experts, order, firsts, second)

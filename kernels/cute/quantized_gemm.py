@@ -39,6 +39,8 @@ def gate_up(
     firsts: Tensor,
     top_k: int,
     variant: Variant,
+    *,
+    starts_early: bool = False,
 ) -> Tensor | Fp8Tensor:
     """The activation of all pairs in the order of their experts, rounded to bfloat16, then 1 x 128 if `quantizes`.
 
@@ -48,7 +50,8 @@ def gate_up(
         firsts [E + 1] int32 where each expert's begin -> [P, I]; rows behind those of all experts are not written. For
         a variant that `orders` the ids [P] int32 of up to MAX_ORDERED pairs stand for both; what is no expert held has
         no place.
-    Stream: the current one; the host waits for nothing, and a CUDA graph may hold it.
+    Stream: the current one; the host waits for nothing, and a CUDA graph may hold it. `starts_early`: the kernel in
+        front has written x alone, and calls wait_for_inputs (see triton/dependent_launch).
     Errors: ValueError for dtypes, and sizes that aren't multiples of 128.
     """
     inner = weight.shape[0] // num_experts // 2
@@ -56,10 +59,10 @@ def gate_up(
     if variant.quantizes:
         narrow = Fp8Tensor.empty(len(order), inner, Fp8Scaling.BLOCKS_1X128, device=order.device)
         outputs = narrow.data.view(torch.uint8), narrow.scales
-        _run(variant, x, weight, order, firsts, outputs, (top_k, inner, inner, num_experts))
+        _run(variant, x, weight, order, firsts, outputs, (top_k, inner, inner, num_experts, int(starts_early)))
         return narrow
     out = torch.empty(len(order), inner, dtype=torch.bfloat16, device=order.device)
-    _run(variant, x, weight, order, firsts, (out, None), (top_k, inner, inner, num_experts))
+    _run(variant, x, weight, order, firsts, (out, None), (top_k, inner, inner, num_experts, int(starts_early)))
     return out
 
 
@@ -81,7 +84,7 @@ def down(
     width = weight.shape[0] // num_experts
     _check("down", hidden, weight, num_experts, order, width, variant)
     out = torch.empty(len(order), width, dtype=torch.bfloat16, device=order.device)
-    _run(variant, hidden, weight, order, firsts, (out, None), (1, width, variant.box, num_experts))
+    _run(variant, hidden, weight, order, firsts, (out, None), (1, width, variant.box, num_experts, 1))
     return out
 
 
@@ -127,7 +130,7 @@ def _run(
     order: Tensor,
     firsts: Tensor,
     outputs: tuple[Tensor, Tensor | None],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
 ) -> None:
     """`sizes` are those of the launch, without the number of CTAs."""
     operands = (rows.data.view(torch.uint8), rows.scales) if isinstance(rows, Fp8Tensor) else (rows, None)
@@ -181,6 +184,7 @@ def _compile(variant: Variant, has_global_scale: bool, options: str = "") -> Any
         Int32(1),
         Int32(1),
         Int32(1),
+        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )
@@ -208,6 +212,7 @@ class _Launch:
         channels: Int32,  # of the output
         second_box: Int32,  # rows of weights from the first box to the second
         num_experts: Int32,
+        starts_early: Int32,
         num_ctas: Int32,
         stream: driver.CUstream,
     ) -> None:
@@ -248,6 +253,7 @@ class _Launch:
             channels,
             second_box,
             num_experts,
+            starts_early,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[v.num_threads, 1, 1],
@@ -275,6 +281,7 @@ class _Launch:
         channels: Int32,
         second_box: Int32,
         num_experts: Int32,
+        starts_early: Int32,
     ) -> None:
         v = self.variant
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -292,10 +299,8 @@ class _Launch:
             cute.arch.mbarrier_init_fence()
         per_block = cutlass.const_expr(v.box if v.gate_up else 2 * v.box)
         channel_blocks = (channels + per_block - 1) // per_block
-        if cutlass.const_expr(v.gate_up):
+        if starts_early == 0:  # else nothing but rows is of the launch before: see dependent_launch
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        # Without gate_up nothing but rows is of the launch before: see dependent_launch.
         if cutlass.const_expr(v.orders):
             ids, order = order, storage.order.get_tensor(cute.make_layout(MAX_ORDERED))
             scratch = cute.recast_ptr(storage.weights.data_ptr(), dtype=Int32)

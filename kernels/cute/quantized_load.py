@@ -65,9 +65,7 @@ def load(
         w_to, w_first = _weight_boxes(v, w_tma, w_coords, weights, boxes[0])
         _, w_second = _weight_boxes(v, w_tma, w_coords, weights, boxes[1])
         early = Int32(0)
-        if (
-            cutlass.const_expr(not v.gate_up) and turn == 1
-        ):  # the weights of the first stages, while the launch before still works on the rows
+        if turn == 1:  # the weights of the first stages, while the launch before still works on the rows
             while early < cutlass.min(depth, v.num_stages):
                 if warp == 0:
                     _copy_weights(v, w_tma, w_to, w_first, w_second, full, early, early)
@@ -100,6 +98,8 @@ def load(
                 stage = Int32(0)
                 phase ^= 1
             k += 1
+    if turn == 0:
+        cute.arch.griddepcontrol_wait()  # whoever waits for this launch relies on the ones before, too
 
 
 @cute.jit

@@ -12,9 +12,9 @@ from dist_infer.kernels.cute.grouped_gemm_parts import PASS_BYTES, STEP, from_la
 from dist_infer.kernels.cute.grouped_gemm_write import write
 from dist_infer.kernels.cute.moe_copies import move_16_bytes
 from dist_infer.kernels.cute.moe_schedule import look_up, tile_of
-from dist_infer.kernels.cute.quantized_decode import divide, sum_decoded
+from dist_infer.kernels.cute.quantized_decode import factor_of, sum_decoded
 from dist_infer.kernels.cute.quantized_parts import DEPTH, load_float, load_floats
-from dist_infer.kernels.cute.quantized_write import move_in_places, write_quantized
+from dist_infer.kernels.cute.quantized_write import move_in_places, pair_of, scatter, write_quantized
 
 _ONE, _TWO = 64, 128  # pairs: up to so many are multiplied at a time, or half as many
 
@@ -47,21 +47,20 @@ def multiply(
     group = cute.arch.make_warp_uniform(thread // 128)
     low = cute.make_rmem_tensor(cute.make_layout(v.pairs // 2), Float32)
     high = cute.make_rmem_tensor(cute.make_layout(v.pairs // 2), Float32)
-    rows = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
+    rows = cute.make_rmem_tensor(cute.make_layout(v.pairs // (4 if v.is_scattered else STEP)), Int32)
     stage, phase = Int32(0), Int32(0)
     lane = cute.arch.lane_idx()
     known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs)
+    factor = Float32(1.0)
+    if cutlass.const_expr(v.is_nvfp4):
+        factor = factor_of(global_scale)
     turn = Int32(0)
     while tile_of(turn) < num_tiles:
         if turn % 32 == 0 and turn > 0:
             known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs)
         _, block, first, count, longest = from_lane(known, turn % 32)
         if cutlass.const_expr(not v.quantizes):
-            for step in cutlass.range_constexpr(v.pairs // STEP):  # read here, they are there when the sums are
-                pair = step * STEP + thread % 128 // 8
-                rows[step] = first + pair
-                if cutlass.const_expr(not v.gate_up) and pair < count:
-                    rows[step] = Int32(order[first + pair])
+            _find_rows(v, order, rows, first, count, thread)  # they are there when the sums are
         for which in cutlass.range_constexpr(len(v.sizes)):
             smaller = cutlass.const_expr(v.sizes[which - 1] if which else 0)
             if longest > smaller and longest <= v.sizes[which]:
@@ -71,7 +70,9 @@ def multiply(
                 else:
                     stage, phase = sum_decoded(*operands, stage, phase, depth, thread)
         if cutlass.const_expr(v.is_nvfp4):
-            divide(v, low, high, global_scale)
+            for place in cutlass.range_constexpr(v.pairs // 2):
+                low[place] *= factor
+                high[place] *= factor
         buffer = passing.toint()
         if cutlass.const_expr(v.quantizes):
             write_quantized(v, low, high, buffer, out, out_scales, first, count, block, channels, thread)
@@ -82,10 +83,27 @@ def multiply(
                 move = move_16_bytes if v.is_fp8 else partial(move_in_places, v)
                 write(v, low, high, buffer, rows, out, count, block * v.box + group * 64, *own, move)
             else:
-                channel = block * (2 * v.box) + group * 64
-                write(v, low, None, buffer, rows, out, count, channel, *own)
-                write(v, high, None, buffer, rows, out, count, channel + v.box, *own)
+                for box, sums in enumerate((low, high)):
+                    channel = (2 * block + box) * v.box + group * 64
+                    if cutlass.const_expr(v.is_scattered):
+                        scatter(v, sums, rows, out, count, channel, channels, thread % 128)
+                    else:
+                        write(v, sums, None, buffer, rows, out, count, channel, *own)
         turn += 1
+
+
+@cute.jit
+def _find_rows(
+    v: cutlass.Constexpr, order: cute.Tensor, rows: cute.Tensor, first: Int32, count: Int32, thread: Int32
+) -> None:
+    """Where the pairs go that a thread writes."""
+    for idx in cutlass.range_constexpr(cute.size(rows)):
+        pair = idx * STEP + thread % 128 // 8
+        if cutlass.const_expr(v.is_scattered):
+            pair = pair_of(idx, thread)
+        rows[idx] = first + pair
+        if cutlass.const_expr(not v.gate_up) and pair < count:
+            rows[idx] = Int32(order[first + pair])
 
 
 @cute.jit

@@ -7,11 +7,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 from dist_infer.kernels.carriers import GatedActivation
-from dist_infer.kernels.cute.grouped_gemm_parts import PASS, PASS_BYTES, SHORT
+from dist_infer.kernels.cute.grouped_gemm_parts import PASS, PASS_BYTES, SHORT, STEP
 from dist_infer.kernels.scaled_linear import WeightFormat
 
 DEPTH = 128  # channels summed over a stage
 ROW_BYTES = 128  # of a swizzled row of pairs in shared memory
+_LOADS = 40  # registers of a thread that loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,19 @@ class Variant:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that loads, and of one that multiplies, where an equal share won't do."""
-        return 56, 224
+        """Of a thread that loads, and of one that multiplies: what they were given in equal shares, shared anew."""
+        given = 65536 // (self.num_ctas * self.num_threads) // 8 * 8
+        return _LOADS, (given * (1 + self.num_groups) - _LOADS) // self.num_groups // 8 * 8
 
     @property
     def shares_anew(self) -> bool:
         """An equal share of the registers would be too few for a thread that multiplies."""
         return self.num_groups == 2
+
+    @property
+    def is_scattered(self) -> bool:
+        """Outputs are so few that each thread stores its own."""
+        return not self.gate_up and self.pairs <= STEP
 
     @property
     def num_passes(self) -> int:

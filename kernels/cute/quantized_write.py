@@ -121,6 +121,41 @@ def _store_float(target: Int64, value: Float32) -> None:
 
 
 @cute.jit
+def scatter(
+    v: cutlass.Constexpr,
+    values: cute.Tensor,
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    count: Int32,
+    channel: Int32,
+    channels: Int32,
+    thread: Int32,
+) -> None:
+    """64 channels of few pairs, rounded: each thread stores what it has, and none waits for another.
+
+    Values of a thread are as of grouped_gemm_write.write; rows those of its pairs, see `pair_of`.
+    """
+    own_channel = channel + thread // 32 * 16 + thread % 32 // 4
+    target = out.iterator.toint() + Int64(own_channel * 2)
+    row_bytes = out.stride[0] * 2
+    for idx in cutlass.range_constexpr(v.pairs // 4):
+        if pair_of(idx, thread) < count and channel < channels:
+            row = target + Int64(rows[idx]) * row_bytes
+            for h in cutlass.range_constexpr(2):
+                value = values[idx // 2 * 4 + idx % 2 + 2 * h]
+                cute.arch.inline_ptx(
+                    "{ .reg .b16 a; cvt.rn.bf16.f32 a, {$r1}; st.global.b16 [{$r0}], a; }",
+                    read_only_args=[row + h * 16, value],
+                )
+
+
+@cute.jit
+def pair_of(idx: cutlass.Constexpr, thread: Int32) -> Int32:
+    """Of the pairs of a tile that a thread has sums of, one of each eight's two."""
+    return idx // 2 * 8 + thread % 4 * 2 + idx % 2
+
+
+@cute.jit
 def move_in_places(v: cutlass.Constexpr, target: Int64, source: Int32) -> None:
     """Eight channels of a row on their way out go where `in_places` of triton/channel_places would put them.
 
