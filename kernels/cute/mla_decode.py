@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-from dist_infer.kernels.cute import mla_many_rows
+from dist_infer.kernels.cute import mla_shared_tiles
 from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.mla_call import Block, PackedLaunch, compile_arguments
 from dist_infer.kernels.cute.mla_launch import DTYPES, Variant
@@ -24,7 +24,7 @@ from dist_infer.kernels.cute.mla_tiles import LATENT, WIDTH
 from dist_infer.kernels.multiprocessors import num_multiprocessors
 
 PAGE_SIZES = (16, 32, 64, 128)
-ROW_COUNTS = (8, 16, 32, mla_many_rows.NUM_ROWS)
+ROW_COUNTS = (8, 16, 32, mla_shared_tiles.NUM_ROWS)
 MAX_HEADS = 128
 
 

@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dist_infer.kernels.cute import mla_few_rows, mla_many_rows, mla_narrow, mla_operands
+from dist_infer.kernels.cute import mla_few_rows, mla_many_rows, mla_narrow, mla_operands, mla_shared_tiles
 from dist_infer.kernels.cute.mla_load import load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
 from dist_infer.kernels.cute.mla_merge import DUTY, SCRATCH, keep_count, parts_in
@@ -42,13 +42,13 @@ class Variant:
     @property
     def many(self) -> bool:
         """64 rows share every tile between the warpgroups."""
-        return self.rows == mla_many_rows.NUM_ROWS
+        return self.rows == mla_shared_tiles.NUM_ROWS
 
     @property
     def num_slots(self) -> int:
         """Of three blocks, as many as shared memory holds beside the queries; of 64 rows, blocks of two stages."""
         if self.many:
-            return mla_many_rows.NUM_STAGES * NUM_BLOCKS
+            return mla_shared_tiles.NUM_STAGES * NUM_BLOCKS
         if self.narrow:
             return 16 if self.rows <= 16 else 14
         return 8 if self.rows <= 16 else 7
@@ -133,7 +133,7 @@ class Launch:
             work: cute.struct.MemRange[Int32, 8]
             duty: cute.struct.MemRange[Int32, DUTY[0] * DUTY[1]]
             maxima: cute.struct.MemRange[Float32, 1 if v.many else 16 * n]
-            stats: cute.struct.MemRange[Float32, (4 if v.many else 10) * n]
+            stats: cute.struct.MemRange[Float32, (6 if v.many else 10) * n]
             query_sizes: cute.struct.MemRange[Int32, 8]
             probabilities: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, 1 if v.many else cute.cosize(probabilities_layout)], 1024
@@ -325,13 +325,14 @@ class Launch:
                     keys,
                     queries,
                     storage.stats.get_tensor(cute.make_layout((2, 2, n), stride=(2 * n, n, 1))),
-                    cute.make_tensor(queries_memory, cute.make_layout((2, n), stride=(n, 1))),
+                    cute.make_tensor(storage.stats.data_ptr() + 4 * n, cute.make_layout((2, n), stride=(n, 1))),
                     full,
                     empty,
                     q_full,
                     q_empty,
                     p_full,
                     duty,
+                    storage.queries.data_ptr(),
                     scratch,
                     task,
                 )

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from dist_infer.kernels.cute.mla_many_rows import NUM_ROWS, block_order, group_of
+from dist_infer.kernels.cute.mla_shared_tiles import NUM_ROWS, block_order, group_of
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
 
 _BOTH = Int16(3)

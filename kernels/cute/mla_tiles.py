@@ -118,11 +118,17 @@ def fetch_table(page_table: cute.Tensor, cta: Int32, num_ctas: Int32) -> None:
 
 @cute.jit
 def _chunk_of(total: Int32, longest: Int32, num_workers: Int32, many_parts: cutlass.Constexpr) -> Int32:
-    """Tiles of a worker: an even share, or whole sequences of equal length if that costs at most a sixteenth."""
+    """Tiles of a worker: an even share, or what cuts sequences of equal length at equal places or nowhere.
+
+    The latter if it costs at most a sixteenth and a tile: then no worker has the end of one and the start of another.
+    """
     chunk = (total + num_workers - 1) // num_workers
-    whole = (chunk + longest - 1) // longest * longest
-    if whole * 16 <= chunk * 17 + 16:
-        chunk = whole
+    equal = (chunk + longest - 1) // longest * longest
+    if chunk < longest:
+        parts = longest // chunk
+        equal = (longest + parts - 1) // parts
+    if equal * 16 <= chunk * 17 + 16:
+        chunk = equal
     if chunk == 1 and longest > many_parts:
         chunk = Int32(2)
     return chunk
