@@ -3,7 +3,7 @@
 Persistent CTAs. A stage of the weight is 64 rows for each of four warpgroups that multiply; one bulk copy brings it,
 and TMA the inputs. The stages of all blocks of outputs and tokens make up one sequence, of which each CTA has an even
 share and walks it backwards. So a block may be cut between CTAs, and of these the last one, which finds its part of it
-at the end of its way, adds up what those in front have left (staged_multiply): nobody waits for a CTA that may not run
+at the end of its way, adds up what those in front have left (staged_sums): nobody waits for a CTA that may not run
 yet.
 """
 
@@ -16,13 +16,21 @@ from cutlass import BFloat16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dist_infer.kernels.cute.staged_multiply import multiply
+from dist_infer.kernels.cute.staged_sums import ROOM_BYTES
 from dist_infer.kernels.staged_weight import COLUMNS, ROWS, TILE_BYTES
 
 PIECE = 64  # columns of the inputs that a TMA load takes: 128 bytes
 _GROUPS = 4
 _LOADER = 4 * _GROUPS  # its warp
-_SHARED_BYTES = 224 * 1024
+_SHARED_BYTES = 216 * 1024  # for stages
 _MAX_STAGES = 8
+_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+# What isn't read again leaves the last cache to inputs and parts of sums.
+_COPY_ONCE = """{
+.reg .b64 once;
+createpolicy.fractional.L2::evict_first.b64 once, 1.0;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], once;
+}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +106,7 @@ class Launch:
             full: cute.struct.MemRange[Int64, v.num_stages]
             empty: cute.struct.MemRange[Int64, v.num_stages]
             inputs: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
+            room: cute.struct.Align[cute.struct.MemRange[Int32, _GROUPS * ROOM_BYTES // 4], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Int32, v.weight_bytes // 4 * v.num_stages], 128]
 
         self.storage = Storage
@@ -144,6 +153,8 @@ class Launch:
         token_blocks = (cute.size(out, mode=[0]) + v.tokens - 1) // v.tokens
         total = row_blocks * token_blocks * num_across
         begin, end = cta * total // num_ctas, (cta + 1) * total // num_ctas
+        # What comes next waits for the end of all this, but its CTAs may be there when these leave
+        cute.arch.griddepcontrol_launch_dependents()
         if warp >= _LOADER:
             if cutlass.const_expr(v.num_loading == 128):
                 cute.arch.setmaxregister_decrease(24)
@@ -184,6 +195,7 @@ class Launch:
                 total,
                 cta,
                 num_ctas,
+                storage.room.data_ptr().toint(),
             )
 
 
@@ -242,7 +254,7 @@ def _load_weights(
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.weight_bytes + v.input_bytes)
         cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            _COPY_ONCE if v.tokens <= 64 else _COPY,
             read_only_args=[
                 weights.toint() + stage * v.weight_bytes,
                 weight.iterator.toint() + Int64(idx) * v.weight_bytes,

@@ -1,4 +1,4 @@
-"""The warpgroups that multiply by a staged weight: dequantisation in registers, products, and what becomes of sums.
+"""The warpgroups that multiply by a staged weight: dequantisation in registers, and products.
 
 bfloat16 holds every value of a weight. A mask leaves the fields of a code where those of bfloat16 stand, as a number
 far below 1, and one multiplication by the scale, kept as far above, makes it what it is: NVFP4 by 2^-8, which the
@@ -10,10 +10,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-_TOGETHER = 4  # parts that are added up at once
+from dist_infer.kernels.cute.staged_sums import add_parts, leave_part, write_rows
+from dist_infer.kernels.staged_weight import ROWS
+
 # A word to four pairs, the first two times $r1, the others times $r2.
 _E2M1 = """{
 .reg .b32 a, b;
@@ -82,6 +84,7 @@ def multiply(
     total: Int32,
     cta: Int32,
     num_ctas: Int32,
+    room: Int32,  # of shared memory, for results
 ) -> None:
     """Stages `end` - 1 down to `begin` of the sequence, each warpgroup 64 rows."""
     thread_of_cta, _, _ = cute.arch.thread_idx()
@@ -102,15 +105,16 @@ def multiply(
     f_x = own.make_fragment_B(own.partition_B(inputs))
     sums = own.make_fragment_C(own.partition_shape_C((64, v.tokens)))
     steps = cutlass.const_expr(v.columns // 32)  # of a tile, 16 columns each
-    held = cutlass.const_expr(steps // 2 if v.tokens > 64 else steps)  # in registers at a time
+    held = cutlass.const_expr(steps // 2)  # in a buffer
+    buffers = cutlass.const_expr(1 if v.tokens > 64 else 2)  # registers hold no more
     held_words = cutlass.const_expr(held // 2 if v.is_nvfp4 else held)
-    values = cute.make_rmem_tensor(cute.make_layout(8 * held), BFloat16)
-    f_w = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, 2), 1, held), stride=((1, 2, 4), 0, 8)))
+    values = cute.make_rmem_tensor(cute.make_layout(8 * held * buffers), BFloat16)
+    f_w = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, 2), 1, held * buffers), stride=((1, 2, 4), 0, 8)))
     words = cute.make_rmem_tensor(cute.make_layout((4, 2)), Int32)
     scales = cute.make_rmem_tensor(cute.make_layout((steps // 2 if v.is_nvfp4 else 1,)), Int32)
     fours = cute.make_tensor(weights, cute.make_layout((4, v.weight_bytes // 16 * v.num_stages), stride=(1, 4)))
     ones = cute.make_tensor(weights, cute.make_layout((1, v.weight_bytes // 4 * v.num_stages), stride=(1, 1)))
-    stage, phase, last = Int32(0), Int32(0), Int32(-1)
+    stage, phase = Int32(0), Int32(0)
     at = end
     while at > begin:
         block = (at - 1) // num_across
@@ -127,36 +131,36 @@ def multiply(
                     cute.autovec_copy(fours[None, first + 256 + warp * 8 + lane // 4], scales)
                 else:
                     cute.autovec_copy(ones[None, (first + 256) * 4 + warp * 8 + lane // 4], scales)
-                for part in cutlass.range_constexpr(steps // held):
-                    # Were these to run beside what follows, ptxas would have each of them wait for the one before
-                    warpgroup.wait_group(0)
-                    if cutlass.const_expr(tile == 0 and part == 0) and last >= 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(empty + last)
-                    _dequantize(v, words, scales, cute.recast_tensor(values, Int32), part * held_words, held_words)
+                for part in cutlass.range_constexpr(2):
+                    turn = cutlass.const_expr(2 * tile + part)
+                    if cutlass.const_expr(turn >= buffers):
+                        warpgroup.wait_group(buffers - 1)  # what has read this buffer
+                    buffer = cutlass.const_expr(turn % buffers * held)
+                    into = cute.recast_tensor(values, Int32)
+                    _dequantize(v, words, scales, into, 4 * buffer, part * held_words, held_words)
                     warpgroup.fence()
                     for step in cutlass.range_constexpr(held):
                         k = cutlass.const_expr(tile * steps + part * held + step)
                         f_step = f_x[(None, None, k % 4, stage * (v.columns // 64) + k // 4)]
-                        cute.gemm(mma, sums, f_w[(None, None, step)], f_step, sums)
+                        cute.gemm(mma, sums, f_w[(None, None, buffer + step)], f_step, sums)
                     warpgroup.commit_group()
-            last = stage
+            # Were products under way where the code branches, ptxas would have each wait for the one before
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + stage)
             stage += 1
             if stage == v.num_stages:
                 stage = Int32(0)
                 phase ^= 1
             at -= 1
-        warpgroup.wait_group(0)
-        warp_of_cta = group * 4 + warp
         if is_whole:
             before = cta - ((block * num_across + 1) * num_ctas - 1) // total  # CTAs that have parts of it
             if before > 0:
-                _add_parts(v, sums, parts, flags, cta, before, warp_of_cta, lane)
-            token0 = block // row_blocks * v.tokens
-            _write(v, sums, factor, bias, out, token0, block % row_blocks * 256 + warp_of_cta * 16 + lane // 4, lane)
+                add_parts(v, sums, parts, flags, cta, before, group * 4 + warp, lane)
+            token0, output0 = block // row_blocks * v.tokens, block % row_blocks * ROWS
+            write_rows(v, sums, factor, bias, out, token0, output0, room, group * 4 + warp, lane)
         else:
-            _leave_part(v, sums, parts, flags, cta, warp_of_cta, lane)
-    cute.arch.griddepcontrol_launch_dependents()
+            leave_part(v, sums, parts, flags, cta, group * 4 + warp, lane)
 
 
 @cute.jit
@@ -165,10 +169,11 @@ def _dequantize(
     words: cute.Tensor,
     scales: cute.Tensor,
     into: cute.Tensor,
+    at: cutlass.Constexpr,
     first: cutlass.Constexpr,
     num_words: cutlass.Constexpr,
 ) -> None:
-    """The operand's registers: of every 16 columns two pairs, each of rows g and g + 8."""
+    """Registers of operands from `at` on: of every 16 columns two pairs, each of rows g and g + 8."""
     num = cutlass.const_expr(4 if v.is_nvfp4 else 2)  # pairs of a word
     for idx_word in cutlass.range_constexpr(num_words):
         word = cutlass.const_expr(first + idx_word)
@@ -185,7 +190,7 @@ def _dequantize(
                 asm = cutlass.const_expr(_STEEP_E4M3 if v.is_steep else _E4M3)
                 pairs = _pairs(asm, 2, [words[word, half], low[half]])
             for idx in cutlass.range_constexpr(num):
-                into[2 * num * idx_word + 2 * idx + half] = pairs[idx]
+                into[at + 2 * num * idx_word + 2 * idx + half] = pairs[idx]
 
 
 @cute.jit
@@ -196,106 +201,3 @@ def _factors(asm: cutlass.Constexpr, word: Int32, selector: cutlass.Constexpr):
 @cute.jit
 def _pairs(asm: cutlass.Constexpr, num: cutlass.Constexpr, operands: Any):
     return cute.arch.inline_ptx(asm, write_only_types=[Int32] * num, read_only_args=operands)
-
-
-@cute.jit
-def _result(v: cutlass.Constexpr, total: Float32, by: Float32, bias: cute.Tensor, output: Int32):
-    result = total * by
-    if cutlass.const_expr(v.has_bias):
-        result += bias[output].to(Float32)
-    return result.to(BFloat16)
-
-
-@cute.jit
-def _write(
-    v: cutlass.Constexpr,
-    sums: cute.Tensor,
-    factor: cute.Tensor,
-    bias: cute.Tensor,
-    out: cute.Tensor,
-    token0: Int32,
-    output: Int32,
-    lane: Int32,
-) -> None:
-    """All of a block: a thread's value i + 2 h + 4 j is of output + 8 h and token 8 j + 2 (lane % 4) + i."""
-    by = factor[0]
-    for j in cutlass.range_constexpr(v.tokens // 8):
-        for i in cutlass.range_constexpr(2):
-            token = token0 + 8 * j + lane % 4 * 2 + i
-            for h in cutlass.range_constexpr(2):
-                if token < out.shape[0] and output + 8 * h < out.shape[1]:
-                    out[token, output + 8 * h] = _result(v, sums[i + 2 * h + 4 * j], by, bias, output + 8 * h)
-
-
-@cute.jit
-def _leave_part(
-    v: cutlass.Constexpr,
-    sums: cute.Tensor,
-    parts: cute.Tensor,
-    flags: cute.Tensor,
-    cta: Int32,
-    warp: Int32,
-    lane: Int32,
-) -> None:
-    """A thread's sums for the thread of its number in another CTA."""
-    target = _place_of(v, parts, cta, warp, lane)
-    for four in cutlass.range_constexpr(v.tokens // 8):
-        cute.arch.inline_ptx(
-            "st.global.cg.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[target + four * 512, *(sums[4 * four + idx] for idx in range(4))],
-        )
-    cute.arch.sync_warp()
-    if lane == 0:
-        cute.arch.inline_ptx(
-            "st.release.gpu.global.s32 [{$r0}], 1;",
-            read_only_args=[flags.iterator.toint() + Int64((cta * 16 + warp) * 4)],
-        )
-
-
-@cute.jit
-def _add_parts(
-    v: cutlass.Constexpr,
-    sums: cute.Tensor,
-    parts: cute.Tensor,
-    flags: cute.Tensor,
-    cta: Int32,
-    before: Int32,
-    warp: Int32,
-    lane: Int32,
-) -> None:
-    """The parts of the CTAs before this one, in their order from the nearest on."""
-    first = Int32(0)
-    while first < before:
-        at = cta - 1 - first - lane
-        flag = flags.iterator.toint() + Int64((at * 16 + warp) * 4)
-        is_mine = first + lane < before and lane < _TOGETHER
-        is_there = Int32(0)
-        while is_there == 0:
-            found = Int32(1)
-            if is_mine:
-                found = cute.arch.inline_ptx(
-                    "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag]
-                )
-            if cute.arch.vote_all_sync(found != 0):
-                is_there = Int32(1)
-        if is_mine:
-            cute.arch.inline_ptx("st.relaxed.gpu.global.s32 [{$r0}], 0;", read_only_args=[flag])
-        cute.arch.sync_warp()
-        for idx in cutlass.range_constexpr(_TOGETHER):
-            if first + idx < before:
-                source = _place_of(v, parts, cta - 1 - first - idx, warp, lane)
-                for four in cutlass.range_constexpr(v.tokens // 8):
-                    loaded = cute.arch.inline_ptx(
-                        "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                        write_only_types=[Float32] * 4,
-                        read_only_args=[source + four * 512],
-                    )
-                    for which in cutlass.range_constexpr(4):
-                        sums[4 * four + which] += loaded[which]
-        first += _TOGETHER
-
-
-@cute.jit
-def _place_of(v: cutlass.Constexpr, parts: cute.Tensor, cta: Int32, warp: Int32, lane: Int32):
-    """Where the first four sums of a thread are left; the next are 512 bytes on."""
-    return parts.iterator.toint() + Int64(cta * 16 + warp) * (v.tokens // 8 * 512) + lane * 16

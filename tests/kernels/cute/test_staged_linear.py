@@ -1,6 +1,7 @@
 """Products with staged weights in CuTe DSL: compiled for sm_90a anywhere, run on a GPU against float64."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,25 @@ BF16 = torch.bfloat16
     ("is_nvfp4", "is_steep", "tokens"), [(True, False, 8), (True, False, 128), (False, True, 64), (False, False, 16)]
 )
 def test_variants_compile_without_a_gpu(is_nvfp4: bool, is_steep: bool, tokens: int, tmp_path: Path) -> None:
-    """The matrix units take weights from registers, and a step's products are waited for together."""
+    """The matrix units take weights from registers, and ptxas lets the products of a buffer be waited for together."""
     variant = Variant(is_nvfp4=is_nvfp4, is_steep=is_steep, tokens=tokens, has_bias=tokens == 64)
-    options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
+    options = f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}"
     ptx = op.compiled(variant, options).__ptx__  # type: ignore[attr-defined]
     assert ".target sm_90a" in ptx and "ld.local" not in ptx
     assert "cp.async.bulk.shared::cluster.global" in ptx and "cp.async.bulk.tensor.2d" in ptx
     product = rf"wgmma.mma_async.sync.aligned.m64n{tokens}k16\S+ \{{[^}}]*\}}, \{{"  # second operand: registers
     assert len(re.findall(product, ptx)) == variant.columns // 16
-    assert 1 not in {int(number) for number in re.findall(r"wgmma.wait_group.sync.aligned\s+(\d+)", ptx)}
+    last_products = re.findall(r"HGMMA\..*\bgsb0\b", sass_of(tmp_path))
+    assert len(last_products) == 2 * 2  # of tiles, each in halves
+    assert "stmatrix" in ptx and "st.global.v4.b32" in ptx  # results leave in 16 bytes of a row
     assert "div.rn.f32" not in ptx  # a call, before which ptxas would wait for every product by itself
+
+
+def sass_of(folder: Path) -> str:
+    triton = pytest.importorskip("triton", reason="triton, which brings a disassembler, is not installed")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    (cubin,) = folder.glob("*.cubin")
+    return subprocess.run([tool, "--dump-sass", cubin], check=True, capture_output=True, text=True).stdout
 
 
 def weight_of(kind: str, rows: int, width: int) -> Nvfp4Tensor | Mxfp8Tensor:
@@ -69,6 +79,7 @@ def check(out: Tensor, x: Tensor, weight: Nvfp4Tensor | Mxfp8Tensor, bias: Tenso
         (5, 300, 4096),  # few blocks, each cut into many parts
         (1, 40, 160),  # one stage
         (64, 600, 1408),
+        (24, 301, 640),  # rows of results off 16 bytes
         (20, 2304, 512),
         (16, 33024, 1024),  # whole blocks and cut ones
         (129, 1000, 1024),  # blocks of tokens
