@@ -155,7 +155,6 @@ class _Launch:
             weight,
             cute.slice_(weights_layout, (None, None, 0)),
             (v.box, DEPTH),
-            num_multicast=v.cluster,
         )
         r_tma, r_coords = cpasync.make_tiled_tma_atom(
             load, rows, cute.slice_(boxes_layout, (None, None, 0, 0)), (STEP, DEPTH)

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, STEP, from_lane
 from dist_infer.kernels.cute.moe_copies import arrive_when_copied, copy_async
-from dist_infer.kernels.cute.moe_schedule import look_up, tile_of
+from dist_infer.kernels.cute.moe_schedule import look_up_in_cluster, tile_of
 
 
 @cute.jit
@@ -40,18 +40,18 @@ def load_gathered(
     row_idx = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
     next_pairs = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
     stage, phase = Int32(0), Int32(1)  # the phase before the first counts as done
-    known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
-    expert, block, first, count, longest = from_lane(known, Int32(0))
+    known = look_up_in_cluster(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+    expert, block, first, count, longest, shares = from_lane(known, Int32(0))
     _read_order(v, order, next_pairs, first, count, longest, first_row)
     turn = Int32(0)
     while tile_of(turn) < num_tiles:
         for step in cutlass.range_constexpr(v.pairs // STEP):
             row_idx[step] = next_pairs[step] // top_k
-        own_row, own_longest = expert * expert_rows + block * v.box, longest
+        own_row, own_longest, own_shares = expert * expert_rows + block * v.box, longest, shares
         turn += 1
         if turn % 32 == 0:
-            known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
-        expert, block, first, count, longest = from_lane(known, turn % 32)
+            known = look_up_in_cluster(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+        expert, block, first, count, longest, shares = from_lane(known, turn % 32)
         _read_order(v, order, next_pairs, first, count, longest, first_row)  # they are there when this tile is loaded
         w_to, w_gate = _weight_boxes(v, w_tma, w_coords, weights, own_row)
         _, w_up = _weight_boxes(v, w_tma, w_coords, weights, own_row + second_box)
@@ -62,7 +62,7 @@ def load_gathered(
             if warp == 0:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
-                _load_weights(v, w_tma, w_gate, w_up, w_to, k, stage, full + stage)
+                _load_weights(v, w_tma, w_gate, w_up, w_to, k, stage, full + stage, own_shares)
             target = target0 + stage * (v.pieces * v.pairs * DEPTH * 2)
             for step in cutlass.range_constexpr(v.pairs // STEP):
                 if step * STEP < own_longest:
@@ -117,12 +117,12 @@ def load_in_order(
     stage, phase = Int32(0), Int32(1)
     waiting = Int32(1)
     lane = cute.arch.lane_idx()
-    known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+    known = look_up_in_cluster(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
     turn = Int32(0)
     while tile_of(turn) < num_tiles:
         if turn % 32 == 0 and turn > 0:
-            known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
-        expert, block, first, _, longest = from_lane(known, turn % 32)
+            known = look_up_in_cluster(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+        expert, block, first, _, longest, shares = from_lane(known, turn % 32)
         steps = (longest + STEP - 1) // STEP
         first_row = expert * expert_rows + block * (2 * v.box)
         w_to, w_low = _weight_boxes(v, w_tma, w_coords, weights, first_row)
@@ -137,7 +137,7 @@ def load_in_order(
             while k < cutlass.min(depth, v.num_stages):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + k, stage_bytes)
-                _load_weights(v, w_tma, w_low, w_high, w_to, k, k, full + k)
+                _load_weights(v, w_tma, w_low, w_high, w_to, k, k, full + k, shares)
                 k += 1
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -148,7 +148,7 @@ def load_in_order(
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
-                _load_weights(v, w_tma, w_low, w_high, w_to, k, stage, full + stage)
+                _load_weights(v, w_tma, w_low, w_high, w_to, k, stage, full + stage, shares)
             step = Int32(0)
             while step < steps:
                 for piece in cutlass.range_constexpr(v.pieces):
@@ -174,17 +174,24 @@ def _load_weights(
     k: Int32,
     stage: Int32,
     barrier: cute.Pointer,
+    shares: Int32,
 ) -> None:
-    """Both boxes of a stage."""
-    for which in cutlass.range_constexpr(2):
+    """Both boxes of a stage. CTAs that share them take turns: each loads every other stage for both."""
+    if cutlass.const_expr(v.cluster == 1):
+        _load_boxes(v, w_tma, first, second, to, k, stage, tma_bar_ptr=barrier)
+    else:
+        rank = cute.arch.block_idx_in_cluster()
+        if shares == 0 or k % v.cluster == rank:
+            ctas = cutlass.max(Int32(1) << rank, shares * ((1 << v.cluster) - 1))
+            _load_boxes(v, w_tma, first, second, to, k, stage, tma_bar_ptr=barrier, mcast_mask=ctas.to(Int16))
+
+
+def _load_boxes(v, w_tma, first, second, to, k, stage, **options):
+    for which in range(2):
         box = first if which == 0 else second
-        for piece in cutlass.range_constexpr(v.pieces):
+        for piece in range(v.pieces):
             place = (2 * stage + which) * v.pieces + piece
-            source = box[(None, v.pieces * k + piece)]
-            if cutlass.const_expr(v.cluster == 1):
-                cute.copy(w_tma, source, to[(None, place)], tma_bar_ptr=barrier)
-            else:
-                cute.copy(w_tma, source, to[(None, place)], tma_bar_ptr=barrier, mcast_mask=Int16((1 << v.cluster) - 1))
+            cute.copy(w_tma, box[(None, v.pieces * k + piece)], to[(None, place)], **options)
 
 
 @cute.jit
@@ -193,7 +200,6 @@ def _weight_boxes(
 ):
     """(where boxes go, where they come from) for rows of weights from `first_row`."""
     own = cute.local_tile(cute.domain_offset((first_row, 0), w_coords), (v.box, DEPTH), (0, None))
-    rank = Int32(0) if cutlass.const_expr(v.cluster == 1) else cute.arch.block_idx_in_cluster()
     return cpasync.tma_partition(
-        w_tma, rank, cute.make_layout(v.cluster), cute.group_modes(weights, 0, 2), cute.group_modes(own, 0, 2)
+        w_tma, 0, cute.make_layout(1), cute.group_modes(weights, 0, 2), cute.group_modes(own, 0, 2)
     )

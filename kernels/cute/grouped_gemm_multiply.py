@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dist_infer.kernels.cute.grouped_gemm_parts import DEPTH, PASS_BYTES, STEP, from_lane
 from dist_infer.kernels.cute.grouped_gemm_write import write
-from dist_infer.kernels.cute.moe_schedule import look_up, tile_of
+from dist_infer.kernels.cute.moe_schedule import look_up_in_cluster, tile_of
 
 
 @cute.jit
@@ -35,12 +35,12 @@ def multiply(
     rows = cute.make_rmem_tensor(cute.make_layout(v.pairs // STEP), Int32)
     stage, phase = Int32(0), Int32(0)
     lane = cute.arch.lane_idx()
-    known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+    known = look_up_in_cluster(tables, lane, num_tiles, channel_blocks, v.pairs, v.cluster)
     turn = Int32(0)
     while tile_of(turn) < num_tiles:
         if turn % 32 == 0 and turn > 0:
-            known = look_up(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
-        _, block, first, count, longest = from_lane(known, turn % 32)
+            known = look_up_in_cluster(tables, turn + lane, num_tiles, channel_blocks, v.pairs, v.cluster)
+        _, block, first, count, longest, _ = from_lane(known, turn % 32)
         for step in cutlass.range_constexpr(v.pairs // STEP):  # read here, they are there when the sums are
             pair = step * STEP + thread % 128 // 8
             rows[step] = first + pair

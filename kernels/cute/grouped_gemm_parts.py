@@ -25,7 +25,7 @@ class Variant:
     `sizes`: numbers of pairs that a tile is computed for, ascending multiples of 8, the last one of 16.
     `box`: rows of weights that one load takes, 64 for each warpgroup that multiplies; a stage has two boxes.
     `pieces`: of DEPTH channels each that are summed over in a stage.
-    `cluster`: CTAs that have the same weights and load them together.
+    `cluster`: CTAs that load weights together where both have the same, 1 or 2.
     `orders`: there is no order yet, but the ids of the pairs; tiles are short.
     """
 

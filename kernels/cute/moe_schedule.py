@@ -7,6 +7,9 @@ leaves all with nearly the same work. Tiles that share weights stand beside one 
 an expert's tiles of pairs come in groups of at most 8, and a group goes through all channels before the next. Each lane
 of a warp looks up one of the next 32 tiles of its CTA.
 
+The two CTAs of a cluster have tiles beside one another: two of pairs with the same weights, which they load together,
+or, where an expert's tiles of pairs are odd in number, its last one with two blocks of channels.
+
 E experts, W CTAs.
 """
 
@@ -38,11 +41,11 @@ def plan_tiles(
     channel_blocks: Int32,
     pairs: cutlass.Constexpr,
     sorts: cutlass.Constexpr,
-    together: cutlass.Constexpr = 1,
+    cluster: cutlass.Constexpr = 1,
 ) -> None:
     """All threads of a CTA, at least MAX_EXPERTS, write the tables from `firsts` [E + 1].
 
-    A tile has `pairs` at most, an expert as many tiles as are a multiple of `together`, so some may be empty.
+    A tile has `pairs` at most.
     """
     thread, _, _ = cute.arch.thread_idx()
     num_experts = firsts.shape[0] - 1
@@ -50,7 +53,7 @@ def plan_tiles(
     if thread < num_experts:
         first = firsts[thread]
         count = firsts[thread + 1] - first
-    plan_experts(first, count, num_experts, tables, channel_blocks, pairs, sorts, together)
+    plan_experts(first, count, num_experts, tables, channel_blocks, pairs, sorts, cluster)
 
 
 @cute.jit
@@ -62,14 +65,14 @@ def plan_experts(
     channel_blocks: Int32,
     pairs: cutlass.Constexpr,
     sorts: cutlass.Constexpr,
-    together: cutlass.Constexpr = 1,
+    cluster: cutlass.Constexpr = 1,
 ) -> None:
     """As plan_tiles, where each thread knows the first pair of its expert and how many there are."""
     tiles_before, first_pairs, counts, experts = tables
     thread, _, _ = cute.arch.thread_idx()
     place = thread
     if cutlass.const_expr(sorts):
-        longest, _ = _cut(count, pairs, together)
+        longest, _ = _cut(count, pairs)
         key = (longest << _BITS) + (MAX_EXPERTS - 1 - thread)  # different in all threads
         if thread < MAX_EXPERTS:
             tiles_before[thread] = key
@@ -87,8 +90,11 @@ def plan_experts(
     cute.arch.sync_threads()
     tiles = Int32(0)
     if thread < MAX_EXPERTS:
-        _, tiles = _cut(counts[thread], pairs, together)
-        tiles *= channel_blocks
+        _, tiles = _cut(counts[thread], pairs)
+        if cutlass.const_expr(cluster == 1):
+            tiles *= channel_blocks
+        else:
+            tiles = (tiles // 2 * channel_blocks + tiles % 2 * ((channel_blocks + 1) // 2)) * 2
     upto = sum_up_to(tiles, experts)
     if thread < MAX_EXPERTS:
         tiles_before[thread] = upto - tiles
@@ -129,16 +135,27 @@ def tile_of(turn: Int32) -> Int32:
 
 @cute.jit
 def look_up(
+    tables: tuple[cute.Tensor, ...], turn: Int32, num_tiles: Int32, channel_blocks: Int32, pairs: cutlass.Constexpr
+):
+    """(expert, block of channels, first pair, pairs of the tile, pairs of the expert's longest tile).
+
+    Behind the last tile it tells nothing of use.
+    """
+    return look_up_in_cluster(tables, turn, num_tiles, channel_blocks, pairs, 1)[:5]
+
+
+@cute.jit
+def look_up_in_cluster(
     tables: tuple[cute.Tensor, ...],
     turn: Int32,
     num_tiles: Int32,
     channel_blocks: Int32,
     pairs: cutlass.Constexpr,
-    together: cutlass.Constexpr = 1,
+    cluster: cutlass.Constexpr,
 ):
-    """(expert, block of channels, first pair, pairs of the tile, pairs of the expert's longest tile).
+    """As look_up, and then whether both CTAs of a cluster have the same weights, 1 or 0.
 
-    Of an empty tile the pairs are 0 or less. Behind the last tile it tells nothing of use.
+    In a cluster a block may come behind the last one.
     """
     tiles_before, first_pairs, counts, experts = tables
     known = cutlass.max(cutlass.min(tile_of(turn), num_tiles - 1), Int32(0))
@@ -149,18 +166,23 @@ def look_up(
             place = further
     within = known - tiles_before[place]
     first, count = first_pairs[place], counts[place]
-    longest, tiles = _cut(count, pairs, together)
+    longest, tiles = _cut(count, pairs)
+    grouped = tiles // cluster * cluster
     group = within // (_GROUP * channel_blocks)
-    within -= group * _GROUP * channel_blocks
-    in_group = cutlass.max(cutlass.min(tiles - group * _GROUP, Int32(_GROUP)), Int32(1))
-    block = within // in_group
-    skipped = (group * _GROUP + within - block * in_group) * longest
-    return experts[place], block, first + skipped, cutlass.min(longest, count - skipped), longest
+    in_group = cutlass.max(cutlass.min(grouped - group * _GROUP, Int32(_GROUP)), Int32(1))
+    of_group = within - group * _GROUP * channel_blocks
+    block = of_group // in_group
+    tile = group * _GROUP + of_group - block * in_group
+    shares = Int32(1)
+    if cutlass.const_expr(cluster > 1) and within >= grouped * channel_blocks:
+        block, tile, shares = within - grouped * channel_blocks, tiles - 1, Int32(0)
+    first += tile * longest
+    return experts[place], block, first, cutlass.min(longest, count - tile * longest), longest, shares
 
 
 @cute.jit
-def _cut(count: Int32, pairs: cutlass.Constexpr, together: cutlass.Constexpr):
+def _cut(count: Int32, pairs: cutlass.Constexpr):
     """(length of the longest tile, tiles) of so many pairs."""
-    tiles = (count + pairs * together - 1) // (pairs * together) * together
+    tiles = (count + pairs - 1) // pairs
     least = cutlass.max(tiles, Int32(1))
     return (count + least - 1) // least, tiles

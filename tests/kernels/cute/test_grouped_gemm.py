@@ -97,7 +97,7 @@ def check(out: Tensor, truth: Tensor) -> None:
 @pytest.mark.parametrize(("counts", "num_dead"), COUNTS)
 def test_gate_up_against_float64(counts: list[int], num_dead: int, activation: GatedActivation, form: Form) -> None:
     order, firsts = ragged(counts, num_dead)
-    inner, width = 192, 320 if form.pieces == 1 else 384
+    inner, width = 320, 320 if form.pieces == 1 else 384  # blocks of channels for CTAs in twos and one more
     x, weight = normal(len(order) // TOP_K, width) * width**0.5 * 4, normal(len(counts), 2 * inner, width)
     out = op.gate_up(x, weight, order, firsts, TOP_K, variant(activation, form))
     ends = firsts.tolist()
@@ -114,7 +114,7 @@ def test_gate_up_against_float64(counts: list[int], num_dead: int, activation: G
 @pytest.mark.parametrize(("counts", "num_dead"), COUNTS)
 def test_down_against_float64(counts: list[int], num_dead: int, form: Form) -> None:
     order, firsts = ragged(counts, num_dead)
-    inner, width = 192, 320
+    inner, width = 192, 576
     hidden, weight = normal(len(order), inner) * inner**0.5, normal(len(counts), width, inner)
     ends = firsts.tolist()
     hidden[ends[-1] :] = float("nan")
