@@ -169,7 +169,7 @@ def _down_kernel(
     wait_for_inputs(OVERLAP)
     a = tl.load(hidden, mask=routed[:, None] & (column < INNER)[None, :], other=0.0).to(tl.float32)
     total = a[:, None, :] * first.to(tl.float32)
-    for k in tl.range(DEPTH, INNER, DEPTH, loop_unroll_factor=4):
+    for k in range(DEPTH, INNER, DEPTH):
         inside = k + column < INNER
         b = tl.load(matrix + k, mask=read & inside[None, None, :], other=0.0)
         a = tl.load(hidden + k, mask=routed[:, None] & inside[None, :], other=0.0).to(tl.float32)
