@@ -89,12 +89,18 @@ def finalized_words(
 
     Word by word: elements in a row of their own would go to other threads on their way back.
     """
-    zero = tl.zeros(lanes.shape, tl.float32)
+    loaded = ()
+    needed = tl.zeros(lanes.shape, tl.int32)
+    for k in tl.static_range(TOP_K):
+        choice = row * TOP_K + k
+        words = load_words(outputs + choice * ROW_BYTES + lanes, wanted)
+        loaded += ((words, tl.load(ids + choice), tl.load(weights + choice)),)  # type: ignore[assignment]
+        needed |= words[0]
+    # No address is negative, which no compiler knows: all outputs are asked for before the first is added, in one wait.
+    zero = tl.where(outputs < 0, needed, 0).to(tl.float32, bitcast=True)
     sums_0, sums_1, sums_2, sums_3 = (zero, zero), (zero, zero), (zero, zero), (zero, zero)
     for k in tl.static_range(TOP_K):
-        expert = tl.load(ids + row * TOP_K + k)
-        weight = tl.load(weights + row * TOP_K + k)
-        words = load_words(outputs + (row * TOP_K + k) * ROW_BYTES + lanes, wanted)
+        words, expert, weight = loaded[k]  # type: ignore[var-annotated]
         sums_0 = _add_expert(sums_0, words[0], expert, weight, NUM_EXPERTS, DTYPE)
         sums_1 = _add_expert(sums_1, words[1], expert, weight, NUM_EXPERTS, DTYPE)
         sums_2 = _add_expert(sums_2, words[2], expert, weight, NUM_EXPERTS, DTYPE)
