@@ -21,6 +21,10 @@ from dist_infer.kernels.quantize import QuantFormat
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SENTINEL = -(2**31)  # an int32 that no row sent holds: what has it has not arrived yet
 
+MAX_PARTS = 4  # programs that share a row
+TURN_BYTES = 4 * MAX_PARTS  # of a row: a word for each part
+SHARE_BYTES = 16 * MAX_PARTS  # of a row: four words for each part
+
 _LINE = 256
 
 
@@ -28,8 +32,8 @@ _LINE = 256
 class PeerLayout:
     """Where things stand in each rank's piece of peer memory. Units: bytes, from its start.
 
-    One shot: a turn for each row, then N - 1 slots of rows, twice. Two shots: flags and counters of row tiles, then
-    N - 1 slots of the parts of this rank's rows, then the sums of all rows.
+    One shot: turns of each row, what its parts tell each other, then N - 1 slots of rows, twice. Two shots: flags and
+    counters of row tiles, then N - 1 slots of the parts of this rank's rows, then the sums of all rows.
     """
 
     num_ranks: int
@@ -47,9 +51,14 @@ class PeerLayout:
         return self.one_shot_rows * self.row_bytes
 
     @property
+    def shares(self) -> int:
+        """Where the sums of parts of rows begin."""
+        return _aligned(TURN_BYTES * self.one_shot_rows)
+
+    @property
     def slots(self) -> int:
         """Where the rows of one shot begin."""
-        return _aligned(4 * self.one_shot_rows)
+        return _aligned(self.shares + SHARE_BYTES * self.one_shot_rows)
 
     @property
     def max_tiles(self) -> int:
@@ -92,7 +101,7 @@ class PeerLayout:
         Shapes: memory [num_bytes] uint8.
         """
         memory.zero_()
-        memory[self.slots : self.flags].view(torch.int32).fill_(SENTINEL)
+        memory[self.shares : self.flags].view(torch.int32).fill_(SENTINEL)
 
 
 def _aligned(offset: int) -> int:

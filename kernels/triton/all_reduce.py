@@ -1,6 +1,7 @@
 """All-reduce over peer memory with what follows it, in one kernel; the contract stands in kernels/all_reduce.py.
 
-A program takes whole rows. N ranks, T rows, D columns, V vectors of 16 bytes in a row.
+A program takes whole rows, or a part of one where rows are few. N ranks, T rows, D columns, V
+vectors of 16 bytes in a row.
 """
 
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from dist_infer.kernels.all_reduce import Epilogue, PeerSpace, Reduced, empty_reduced
+from dist_infer.kernels.all_reduce import MAX_PARTS, Epilogue, PeerSpace, Reduced, empty_reduced
 from dist_infer.kernels.carriers import ExpertOutputs, Fp8Scaling, Fp8Tensor, Nvfp4Tensor
+from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.kernels.triton.dependent_launch import may_read_early, overlapping
 from dist_infer.kernels.triton.number_formats import num_zeroing_programs
 from dist_infer.kernels.triton.one_shot import one_shot_kernel
@@ -18,7 +20,7 @@ from dist_infer.kernels.triton.rms_norm import tile_of
 from dist_infer.kernels.triton.two_shot import two_shot_kernel
 
 _AHEAD = 1  # rows that a program has sent before it reads the first, where it has several
-_MAX_PEEKED = 8  # vectors of a thread that it asks for before it waits for the first
+_MAX_ASKED = 4096  # vectors that a program asks for before it waits for the first: they take registers
 _MAX_TILE = 4
 _NUM_SMS = 128  # roughly: what a tile is made for
 
@@ -29,16 +31,19 @@ def one_shot(x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace) ->
     num_rows = x.shape[-2]
     if num_rows == 0:
         return reduced
-    arguments, constants, options = _common(x, epilogue, space, reduced)
+    parts = _num_parts(num_rows, x.shape[-1], space.max_programs, epilogue.quant_format)
+    arguments, constants, options = _common(x, epilogue, space, reduced, parts)
     layout = space.layout
-    num_programs = _even_programs(num_rows, space.max_programs) + constants["ZEROING"]
+    num_programs = parts * _even_programs(num_rows, space.max_programs) + constants["ZEROING"]
     num_programs = min(num_programs, space.max_programs)
     one_shot_kernel[num_programs, space.num_local](
         *arguments,
+        layout.shares,
         layout.slots,
         layout.slot_bytes,
         layout.row_bytes,
         **constants,
+        PARTS=parts,
         AHEAD=_AHEAD if num_rows > num_programs and isinstance(x, Tensor) else 0,
         **options,
     )
@@ -73,13 +78,22 @@ def two_shot(x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace) ->
     return reduced
 
 
+def _num_parts(num_rows: int, hidden: int, max_programs: int, quant_format: QuantFormat | None) -> int:
+    """Programs that share a row: more of the device's multiprocessors work on few rows."""
+    _, num_warps = tile_of(hidden)
+    parts = 1 if quant_format is QuantFormat.FP8_ROWS else MAX_PARTS
+    while parts > min(num_warps, max(1, max_programs // num_rows)):
+        parts //= 2
+    return parts
+
+
 def _even_programs(num_rows: int, max_programs: int) -> int:
     """Programs that get equally many rows, or nearly."""
     return -(-num_rows // -(-num_rows // max_programs))
 
 
 def _common(
-    x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, reduced: Reduced
+    x: Tensor | ExpertOutputs, epilogue: Epilogue, space: PeerSpace, reduced: Reduced, parts: int = 1
 ) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """The first arguments of both kernels, their constants, and how they are launched."""
     num_rows, hidden = x.shape[-2:]
@@ -106,16 +120,16 @@ def _common(
     arguments += [data, scales, scale, data_stride, scales_stride, space.memory, memory_stride]
     arguments += [space.table, space.rank, num_rows, int(may_read_early(rows)), epilogue.eps]
     num_ranks = space.layout.num_ranks
-    vectors_a_thread = triton.cdiv(columns // per_vector, 32 * num_warps)
+    block = columns // per_vector // parts
     constants = {
         "NUM_RANKS": num_ranks,
         "HIDDEN": hidden,
         "VECTORS": hidden // per_vector,
-        "BLOCK": columns // per_vector,
+        "BLOCK": block,
         "TOP_K": 0 if isinstance(x, Tensor) else x.ids.shape[-1],
         "NUM_EXPERTS": 0 if isinstance(x, Tensor) else x.num_experts,
         "FORMAT": quant_format,
         "ZEROING": zeroing,
-        "PEEK": vectors_a_thread * (num_ranks - 1) <= _MAX_PEEKED,
+        "TOGETHER": max(1, _MAX_ASKED // block),
     }
-    return arguments, constants, {"num_warps": num_warps, **overlapping(rows, alone=not space.shares_device)}
+    return arguments, constants, {"num_warps": num_warps // parts, **overlapping(rows, alone=not space.shares_device)}

@@ -131,7 +131,7 @@ def gather_kernel(
         for source in tl.static_range(OTHERS):
             slot = (parity * OTHERS + source).to(tl.int64) * max_rows + row
             address = space + slots + slot * (PACKED * 16) + lane.to(tl.int64) * 16
-            words = settle_words(address, peek_words(address, wanted))
+            words = settle_words((address,), peek_words(address, wanted), 1)
             clear_words(address, wanted)
             sender = tl.where(source < rank, source, source + 1)
             _store_row(
@@ -198,7 +198,7 @@ def scatter_kernel(
         parity = tl.load(turn, volatile=True)
         own = load_words(parts_start + (rank * num_rows + row) * ROW_BYTES + lanes, wanted)
         start = space + slots + (parity * OTHERS).to(tl.int64) * slot_bytes + row * ROW_BYTES
-        summed = row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, OTHERS <= 3, True)
+        summed = row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, 4, True)
         tl.store(out + row * HIDDEN + columns, summed, mask=inside)
         tl.debug_barrier()  # all warps have read the turn
         tl.store(turn, 1 - parity)

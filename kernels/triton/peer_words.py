@@ -26,20 +26,6 @@ setp.ne.s32 q, $5, 0;
 mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 @q ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
 }""")
-_SETTLE = tl.constexpr("""
-{
-.reg .pred p;
-mov.b32 $0, $5; mov.b32 $1, $6; mov.b32 $2, $7; mov.b32 $3, $8;
-again:
-setp.eq.u32 p, $0, 0x80000000;
-setp.eq.or.u32 p, $1, 0x80000000, p;
-setp.eq.or.u32 p, $2, 0x80000000, p;
-setp.eq.or.u32 p, $3, 0x80000000, p;
-@!p bra done;
-ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-bra again;
-done:
-}""")
 _PUSH = tl.constexpr("""
 {
 .reg .pred q;
@@ -90,6 +76,20 @@ setp.eq.or.u32 p, $2, 0x80000000, p;
 setp.eq.or.u32 p, $3, 0x80000000, p;
 @p bra again;
 }""")
+_PUSH_SHARE = tl.constexpr("""
+{
+.reg .pred q;
+.reg .u32 t, word;
+.reg .u64 a;
+mov.u32 t, %tid.x;
+setp.lt.u32 q, t, $4;
+and.b32 word, t, $5;
+setp.eq.and.u32 q, word, $3, q;
+mul.wide.u32 a, t, 4;
+add.u64 a, a, $1;
+@q st.relaxed.gpu.global.b32 [a], $2;
+mov.b32 $0, 0;
+}""")
 _FOUR = tl.constexpr((tl.int32, tl.int32, tl.int32, tl.int32))
 
 
@@ -109,14 +109,39 @@ def peek_words(address, wanted):
     )
 
 
+@triton.constexpr_function
+def _settle_text(count):
+    """Rounds, in which what hasn't arrived at `count` addresses is read again, until all has."""
+    text, looks, loads = "{ .reg .pred any;", "", ""
+    for idx in range(count):
+        words = [f"${4 * idx + word}" for word in range(4)]
+        text += f".reg .pred p{idx};"
+        text += "".join(f"mov.b32 {word}, ${5 * count + 4 * idx + at};" for at, word in enumerate(words))
+        looks += f"setp.eq.u32 p{idx}, {words[0]}, 0x80000000;"
+        looks += "".join(f"setp.eq.or.u32 p{idx}, {word}, 0x80000000, p{idx};" for word in words[1:])
+        looks += f"or.pred any, any, p{idx};" if idx else "mov.pred any, p0;"
+        loads += f"@p{idx} ld.relaxed.sys.global.v4.b32 {{{', '.join(words)}}}, [${4 * count + idx}];"
+    return f"{text} again: {looks} @!any bra done; {loads} bra again; done: }}"
+
+
+@triton.constexpr_function
+def _settle_operands(count):
+    return ",".join(["=&r"] * (4 * count) + ["l"] * count + ["r"] * (4 * count))
+
+
+@triton.constexpr_function
+def _settle_types(count):
+    return (tl.int32,) * (4 * count)
+
+
 @triton.jit
-def settle_words(address, words):
-    """`words` were peeked: read them again until all four have arrived."""
+def settle_words(addresses, words, COUNT: tl.constexpr):
+    """`words` were peeked, four at each of COUNT addresses: read what is missing again until all have arrived."""
     return tl.inline_asm_elementwise(
-        _SETTLE,
-        "=&r,=&r,=&r,=&r,l,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3]],
-        dtype=_FOUR,
+        _settle_text(COUNT),
+        _settle_operands(COUNT),
+        addresses + words,
+        dtype=_settle_types(COUNT),
         is_pure=False,
         pack=1,
     )
@@ -171,6 +196,9 @@ def unpack_row(words, DTYPE: tl.constexpr):
     row = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))  # [V, 2, 2]: word 2 i + j at [i, j]
     if tl.float32 == DTYPE:
         elements = row.to(tl.float32, bitcast=True)
+    elif tl.bfloat16 == DTYPE:
+        low = (row << 16).to(tl.float32, bitcast=True)
+        elements = tl.join(low, (row & -0x10000).to(tl.float32, bitcast=True))
     else:
         low = (row & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
         high = (row >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -200,3 +228,26 @@ def clear_quad(address):
     tl.inline_asm_elementwise(
         _PUSH_QUAD, "=r,l,r,r,r,r", [address, empty, empty, empty, empty], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def share_squares(address, squares, part, PARTS: tl.constexpr):
+    """The sum over the PARTS programs of a row, each of which has its own, added up as kernels/triton/rms_norm does.
+
+    Each program has a quad at `address`, into which all write; the caller clears its own when all threads have read it.
+    """
+    word = squares.to(tl.int32, bitcast=True)
+    tl.inline_asm_elementwise(
+        _PUSH_SHARE,
+        "=r,l,r,r,r,r",
+        [address, word, part, tl.cast(4 * PARTS, tl.int32), tl.cast(PARTS - 1, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    words = await_quad(address + part * 16)
+    first, second = words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True)
+    if PARTS == 4:
+        first += words[2].to(tl.float32, bitcast=True)
+        second += words[3].to(tl.float32, bitcast=True)
+    return first + second

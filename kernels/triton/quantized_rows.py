@@ -17,6 +17,7 @@ from dist_infer.kernels.triton.number_formats import (
     scale_offset,
     to_e4m3,
 )
+from dist_infer.kernels.triton.rms_norm import place_in_row
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _STORE_BYTE = tl.constexpr("""
@@ -103,14 +104,18 @@ def store_row_in_place(
     FORMAT: tl.constexpr,
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
+    part=0,
+    CHUNK: tl.constexpr = 0,
+    PARTS: tl.constexpr = 1,
 ):
     """Round float32 `values` [COLUMNS], zero from WIDTH, to DTYPE, and store them quantised as row `row`, an int64.
 
-    `scale` is of load_scale.
+    Or as a part of the row, but for "fp8_rows". `scale` is of load_scale.
     """
     BLOCK: tl.constexpr = 16 if FORMAT == "fp8" or FORMAT == "fp8_rows" else block_len(FORMAT)
     BLOCK_BYTES: tl.constexpr = 8 if FORMAT == "nvfp4" or FORMAT == "nvfp4_linear" else BLOCK
     NUM_BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    block = place_in_row(tl.arange(0, NUM_BLOCKS), part, CHUNK // BLOCK, PARTS)
     if FORMAT == "fp8_rows":
         blocks, amax = rounded_blocks(values, DTYPE, 1, COLUMNS)
         encoded, stored = encode_scaled_fp8(blocks, amax)
@@ -123,9 +128,8 @@ def store_row_in_place(
             encoded = to_e4m3(blocks * tl.div_rn(1.0, scale))
         else:
             encoded, stored = encode_wide(blocks, amax, scale, FORMAT, NUM_BLOCKS)
-            block = tl.arange(0, NUM_BLOCKS)
             _store_scales(scales, scale_offset(row, block, WIDTH // BLOCK, FORMAT), stored, block < WIDTH // BLOCK)
     ROW_BYTES: tl.constexpr = WIDTH * BLOCK_BYTES // BLOCK
-    at = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
+    at = block[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
     data_row = tl.multiple_of(data + row * ROW_BYTES, data_alignment(FORMAT))
     tl.store(data_row + at, encoded, mask=at < ROW_BYTES)

@@ -12,7 +12,7 @@ from dist_infer.kernels.carriers import QkNorm, Rotation
 from dist_infer.kernels.triton.dependent_launch import overlapping, wait_for_inputs
 from dist_infer.kernels.triton.peer_words import await_quad, clear_quad, push_quad
 from dist_infer.kernels.triton.qk_norm import arguments, finish_token, head_sizes, squares_of, widths
-from dist_infer.kernels.triton.reduced_rows import int32_at, slot_of
+from dist_infer.kernels.triton.reduced_rows import flip_turn, slot_of, turn_of
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _push_squares(
     q_squares = squares_of(source, Q_WIDTH, Q_TILE)
     k_squares = squares_of(source + Q_WIDTH, K_WIDTH, K_TILE)
     k_squares = tl.where(counts_keys, k_squares, 0.0)
-    parity = tl.load(int32_at(space + token * 4), volatile=True)
+    parity = tl.load(turn_of(space, token), volatile=True)
     for step in tl.static_range(1, NUM_RANKS):
         peer = (rank + step) % NUM_RANKS
         slot = parity * (NUM_RANKS - 1) + slot_of(rank, peer)
@@ -140,7 +140,7 @@ def _reduced_kernel(
         tl.debug_barrier()  # all threads have read sums and turn
         for slot in tl.static_range(NUM_RANKS - 1):
             clear_quad(start + slot * slot_bytes)
-        tl.store(int32_at(space + token * 4), 1 - parity)
+        flip_turn(turn_of(space, token), parity, 0, 1)
         finish_token(
             source, out, token, q_squares, k_squares,
             q_weight, k_weight, q_channels, k_channels, eps, cos, sin, slots, k_cache, v_cache, slot_stride,

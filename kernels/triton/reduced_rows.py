@@ -15,15 +15,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from dist_infer.kernels import all_reduce
 from dist_infer.kernels.triton.dependent_launch import wait_for_inputs
 from dist_infer.kernels.triton.moe_finalize import finalized_words
 from dist_infer.kernels.triton.number_formats import zero_invented_rows
-from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_words, sendable, settle_words, unpack_row
-from dist_infer.kernels.triton.quantized_rows import store_row_in_place
-from dist_infer.kernels.triton.rms_norm import row_scale
+from dist_infer.kernels.triton.peer_words import (
+    clear_words,
+    load_words,
+    peek_words,
+    sendable,
+    settle_words,
+    share_squares,
+    unpack_row,
+)
+from dist_infer.kernels.triton.quantized_rows import load_scale, store_row_in_place
+from dist_infer.kernels.triton.rms_norm import scale_of_squares
 
+SHARE_BYTES = tl.constexpr(all_reduce.SHARE_BYTES)
+TURN_BYTES = tl.constexpr(all_reduce.TURN_BYTES)
 # Arguments of the kernels that differ from call to call.
 CALL_SIZES = ("data_stride", "scales_stride", "memory_stride", "first_rank", "num_rows", "early")
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_MOVE = tl.constexpr("mov.b32 $0, $1;")
 
 
 @triton.jit
@@ -36,6 +50,18 @@ def first_loads(weight, columns, inside, early, OVERLAP: tl.constexpr):
         gains = tl.load(weight + columns, mask=inside, other=0)
     wait_for_inputs(OVERLAP)
     return gains
+
+
+@triton.jit
+def in_place(values):
+    """`values`, of which nothing is made before this place is reached."""
+    if _INTERPRETED:
+        kept = values
+    elif values.dtype.primitive_bitwidth == 32:
+        kept = tl.inline_asm_elementwise(_MOVE, "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
+    else:
+        kept = tl.inline_asm_elementwise(_MOVE, "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+    return kept
 
 
 @triton.jit
@@ -76,17 +102,6 @@ def sent_words(words):
 
 
 @triton.jit
-def _chosen(first, condition, second):
-    """Word by word."""
-    return (
-        tl.where(condition, first[0], second[0]),
-        tl.where(condition, first[1], second[1]),
-        tl.where(condition, first[2], second[2]),
-        tl.where(condition, first[3], second[3]),
-    )
-
-
-@triton.jit
 def slot_of(source, owner):
     """The place of a rank among the others of `owner`."""
     return tl.where(source < owner, source, source - 1)
@@ -95,6 +110,43 @@ def slot_of(source, owner):
 @triton.jit
 def int32_at(address):
     return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def turn_of(space, row):
+    """The words that say which of its two places a row has in this call."""
+    return int32_at(space + row * TURN_BYTES)
+
+
+@triton.jit
+def flip_turn(turn, parity, part, PARTS: tl.constexpr):
+    """The other turn for the next call, when all threads have read this one: the words of this part of PARTS.
+
+    There is a word for each of the parts that a row may have, so that none waits for another; all change in each call.
+    """
+    word = tl.arange(0, 4)
+    tl.store(turn + word, 1 - parity + word * 0, mask=word % PARTS == part)
+
+
+@triton.jit
+def _words_of_slots(start, slot_bytes, lanes, wanted, first: tl.constexpr, COUNT: tl.constexpr, SETTLE: tl.constexpr):
+    """The words of COUNT slots, four of each."""
+    addresses = ()
+    words = ()
+    for idx in tl.static_range(COUNT):
+        address = start + (first + idx) * slot_bytes + lanes
+        addresses += (address,)  # type: ignore[assignment]
+        words += peek_words(address, wanted)
+    if SETTLE:
+        words = settle_words(addresses, words, COUNT)
+        for idx in tl.static_range(COUNT):
+            clear_words(addresses[idx], wanted)
+    return words
+
+
+@triton.jit
+def _quad_of(words, idx: tl.constexpr):
+    return words[4 * idx], words[4 * idx + 1], words[4 * idx + 2], words[4 * idx + 3]
 
 
 @triton.jit
@@ -107,47 +159,47 @@ def row_sum(
     rank,
     NUM_RANKS: tl.constexpr,
     DTYPE: tl.constexpr,
-    PEEK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SETTLE: tl.constexpr,
 ):
     """The sum over the ranks in rank order, from +0.0, rounded once.
 
-    `start` is the row in the first slot: the others' rows stand in slots in rank order, the own row isn't there. With
-    SETTLE the words are their own flags, and what has been read is marked as empty for a later call.
+    `start` is the row in the first slot: the others' rows stand in slots in rank order, the own row isn't there and
+    comes behind the slot of the rank before it; of the first two ranks either may come first. TOGETHER slots are asked
+    for at once. With SETTLE the words are their own flags, and what has been read is marked as empty for a later call.
     """
-    peeked = ()
-    if PEEK:
-        for slot in tl.static_range(NUM_RANKS - 1):
-            peeked += (peek_words(start + slot * slot_bytes + lanes, wanted),)  # type: ignore[assignment]
-    total = tl.zeros_like(unpack_row(own, DTYPE))
-    previous = own
-    for source in tl.static_range(NUM_RANKS):
-        words = own
-        if source > 0:
-            words = _chosen(previous, source > rank, words)
-        if source < NUM_RANKS - 1:
-            address = start + source * slot_bytes + lanes
-            current = peeked[source] if PEEK else peek_words(address, wanted)
-            if SETTLE:
-                current = settle_words(address, current)
-                clear_words(address, wanted)
-            words = _chosen(current, source < rank, words)
-            previous = current
-        total += unpack_row(words, DTYPE)
+    OTHERS: tl.constexpr = NUM_RANKS - 1
+    behind = 1 if NUM_RANKS == 2 else tl.maximum(rank, 1)
+    own_row = unpack_row(own, DTYPE)
+    total = tl.zeros_like(own_row)
+    for first in tl.static_range(0, OTHERS, TOGETHER):
+        words = _words_of_slots(start, slot_bytes, lanes, wanted, first, min(TOGETHER, OTHERS - first), SETTLE)
+        for slot in tl.static_range(first, min(first + TOGETHER, OTHERS)):
+            total += unpack_row(_quad_of(words, slot - first), DTYPE)
+            if slot + 1 == behind:
+                total += own_row
     return total.to(DTYPE)
 
 
 @triton.jit
-def load_residual(residual, place, columns, inside, HIDDEN: tl.constexpr):
+def load_for(follows, gains, place, columns, inside, HIDDEN: tl.constexpr):
+    """What follows the sum of a row: the residual, the gains, the scale.
+
+    Asked for before the row is sent: behind what goes over the wire they would come late. The scale for each row anew,
+    and the gains as if: else what is made of them alone would be made before the first row is sent, which would wait.
+    """
+    residual, weight, _, _, _, _, scale = follows
     added = 0.0
     if residual is not None:
         added = tl.load(residual + place * HIDDEN + columns, mask=inside, other=0.0)
-    return added
+    if weight is not None:
+        gains = in_place(gains)
+    return added, gains, load_scale(scale)
 
 
 @triton.jit
 def _laid_out_as(row, loaded):
-    """`row` unchanged, spread over the threads as `loaded` is, so that row_scale adds in its promised order.
+    """`row` unchanged, spread over the threads as `loaded` is, so that its squares are added in the promised order.
 
     It has a 0 added to its bits that comes from `loaded`, as only the last compiler pass can see.
     """
@@ -159,8 +211,7 @@ def _laid_out_as(row, loaded):
 @triton.jit
 def finish_row(
     summed,
-    added,
-    gains,
+    loaded,
     follows,
     place,
     row,
@@ -170,20 +221,33 @@ def finish_row(
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
+    shares=0,
+    part=0,
+    CHUNK: tl.constexpr = 0,
+    PARTS: tl.constexpr = 1,
 ):
-    """What follows the sum of a row; every step reads what the one before it has rounded."""
-    residual, weight, total_out, norm_out, data, scales, scale = follows
+    """What follows the sum of a row or a part of one; every step reads what the one before it has rounded.
+
+    `loaded` is of load_for; `shares`: where the parts of the row tell each other their sums of squares.
+    """
+    residual, weight, total_out, norm_out, data, scales, _ = follows
+    added, gains, scale = loaded
     total = summed
     if residual is not None:
         total = (summed.to(tl.float32) + added.to(tl.float32)).to(summed.dtype)
     tl.store(total_out + place * HIDDEN + columns, total, mask=inside)
     if weight is not None:
         wide = _laid_out_as(total, gains).to(tl.float32)
-        normed = wide * row_scale(wide, eps, HIDDEN) * gains.to(tl.float32)
+        squares = tl.sum(wide * wide, 0)
+        if PARTS > 1:
+            squares = share_squares(shares, squares, part, PARTS)
+        normed = wide * scale_of_squares(squares, eps, HIDDEN) * gains.to(tl.float32)
         if norm_out is not None:
             tl.store(norm_out + place * HIDDEN + columns, normed.to(total.dtype), mask=inside)
         if FORMAT is not None:
-            store_row_in_place(normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS, total.dtype)
+            store_row_in_place(
+                normed, row, data, scales, scale, HIDDEN, FORMAT, COLUMNS, total.dtype, part, CHUNK, PARTS
+            )
 
 
 @triton.jit

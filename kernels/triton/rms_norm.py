@@ -4,6 +4,10 @@ A row is one tile, so its sum of squares is added in an order that the tile and 
 the width and the dtype alone: not on how many rows there are or where they lie. Whoever
 fuses this norm into another kernel and promises the same bytes takes `tile_of`, `row_scale` and 16-byte loads too, or
 `row_scale_in_half` and half of the warps.
+
+Two or four programs may share a row, each with every second or fourth of the warps, whose places are `place_in_row`.
+Sums of warps are added up in pairs, those of neighbours last, and so are then the sums of the parts: 0 to 2, 1 to 3,
+these to each other.
 """
 
 import torch
@@ -21,12 +25,13 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def row_scale(values, eps, HIDDEN: tl.constexpr):
     """1 / sqrt(mean of squares + eps), rounded correctly, of a float32 tile that is zero beyond HIDDEN."""
-    return _scale_of(tl.sum(values * values, 0), eps, HIDDEN)
+    return scale_of_squares(tl.sum(values * values, 0), eps, HIDDEN)
 
 
 @triton.jit
-def _scale_of(total, eps, HIDDEN: tl.constexpr):
-    return tl.div_rn(1.0, tl.sqrt_rn(total / HIDDEN + eps))
+def scale_of_squares(squares, eps, HIDDEN: tl.constexpr):
+    """row_scale, where the sum of squares is known."""
+    return tl.div_rn(1.0, tl.sqrt_rn(squares / HIDDEN + eps))
 
 
 @triton.jit
@@ -42,7 +47,15 @@ def row_scale_in_half(values, eps, HIDDEN: tl.constexpr, NUM_WARPS: tl.constexpr
         squares = tl.reshape(values * values, (VECTORS, 2, NUM_WARPS // 2, 32, VECTOR))
         threads = tl.reshape(tl.permute(squares, (1, 2, 3, 0, 4)), (2, NUM_WARPS // 2, 32, VECTORS * VECTOR))
         total = tl.sum(tl.sum(tl.sum(tl.sum(threads, 3), 2), 0), 0)
-    return _scale_of(total, eps, HIDDEN)
+    return scale_of_squares(total, eps, HIDDEN)
+
+
+@triton.jit
+def place_in_row(place, part, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+    """Where a place of a part of a tile lies in the tile; CHUNK places are a warp's, which lie together."""
+    if PARTS > 1:
+        place = place // CHUNK * (CHUNK * PARTS) + part * CHUNK + place % CHUNK
+    return place
 
 
 @triton.jit

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from dist_infer.kernels.triton.peer_words import await_flag, peek_words, publish, push_words, unpack_row
-from dist_infer.kernels.triton.quantized_rows import data_alignment, load_scale
+from dist_infer.kernels.triton.quantized_rows import data_alignment
 from dist_infer.kernels.triton.reduced_rows import (
     CALL_SIZES,
     finish_row,
     first_loads,
     int32_at,
-    load_residual,
+    load_for,
     of_rank,
     own_words,
     row_sum,
@@ -76,7 +76,7 @@ def two_shot_kernel(
     FORMAT: tl.constexpr,
     ZEROING: tl.constexpr,
     ROWS: tl.constexpr,
-    PEEK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Each rank adds up its share of the rows and sends the sums to all; what follows is done as sums arrive.
@@ -104,7 +104,7 @@ def two_shot_kernel(
     if scales is not None:
         scales = of_rank(scales, local, scales_stride, 1)
     sources = (x, ids, factors, shared)
-    follows = (residual, weight, total_out, norm_out, data, scales, load_scale(scale))
+    follows = (residual, weight, total_out, norm_out, data, scales, scale)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
 
@@ -133,15 +133,15 @@ def two_shot_kernel(
         for part_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
             row = (first + part_row).to(tl.int64)
             place = first_place + row
-            added = load_residual(residual, place, columns, inside, HIDDEN)
+            loaded = load_for(follows, gains, place, columns, inside, HIDDEN)
             words = own_words(sources, place, lanes, wanted, ROW_BYTES, TOP_K, NUM_EXPERTS)
             start = space + parts + tl.cast(part_row, tl.int64) * row_stride
-            summed = row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, PEEK, False)
+            summed = row_sum(words, start, part_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, TOGETHER, False)
             for step in tl.static_range(1, NUM_RANKS):
                 peer = (rank + step) % NUM_RANKS
                 peer_row = (tl.load(table + peer) + sums + row * row_stride).to(tl.pointer_type(DTYPE))
                 tl.store(tl.multiple_of(peer_row, 16) + columns, summed, mask=inside)
-            finish_row(summed, added, gains, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
+            finish_row(summed, loaded, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
             flag = (OTHERS + slot_of(rank, peer)) * max_tiles + tile
@@ -159,9 +159,9 @@ def two_shot_kernel(
             for tile_row in range(tile * ROWS, tl.minimum(tile * ROWS + ROWS, end - first)):
                 row = (first + tile_row).to(tl.int64)
                 place = first_place + row
-                added = load_residual(residual, place, columns, inside, HIDDEN)
+                loaded = load_for(follows, gains, place, columns, inside, HIDDEN)
                 words = peek_words(space + sums + row * row_stride + lanes, wanted)
                 summed = unpack_row(words, DTYPE).to(DTYPE)
-                finish_row(summed, added, gains, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
+                finish_row(summed, loaded, follows, place, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
             tl.store(counter, epoch)
     zero_rest(scales, num_rows, HIDDEN, FORMAT, ZEROING)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from dist_infer.kernels.triton.peer_words import load_words, peek_words, sendable, unpack_row
-from dist_infer.kernels.triton.quantized_rows import load_scale
-from dist_infer.kernels.triton.reduced_rows import finish_row
+from dist_infer.kernels.triton.reduced_rows import finish_row, load_for
+from dist_infer.kernels.triton.rms_norm import place_in_row
 
 
 @triton.jit
@@ -32,12 +32,10 @@ def finish_rows(
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
     values = tl.load(summed + row * HIDDEN + columns, mask=inside, other=0)
-    added = 0.0
-    if residual is not None:
-        added = tl.load(residual + row * HIDDEN + columns, mask=inside, other=0)
+    follows = (residual, weight, total_out, norm_out, data, scales, scale)
     gains = tl.load(weight + columns, mask=inside, other=0)
-    follows = (residual, weight, total_out, norm_out, data, scales, load_scale(scale))
-    finish_row(values, added, gains, follows, row, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
+    loaded = load_for(follows, gains, row, columns, inside, HIDDEN)
+    finish_row(values, loaded, follows, row, row, columns, inside, eps, HIDDEN, COLUMNS, FORMAT)
 
 
 @triton.jit
@@ -54,6 +52,13 @@ def make_sendable(words, out, LENGTH: tl.constexpr):
     """Words as they are sent."""
     at = tl.arange(0, LENGTH)
     tl.store(out + at, sendable(tl.load(words + at)))
+
+
+@triton.jit
+def place_parts(out, LENGTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+    """The places of a part a program."""
+    at, part = tl.arange(0, LENGTH), tl.program_id(0)
+    tl.store(out + part * LENGTH + at, place_in_row(at, part, CHUNK, PARTS))
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def dawdling_load(address, wanted):
 
 
 @triton.jit
-def hasty_settle(address, words):
+def hasty_settle(addresses, words, COUNT: tl.constexpr):
     """settle_words that takes what it finds."""
     return words
 

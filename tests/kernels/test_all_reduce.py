@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels import all_reduce as op
-from dist_infer.kernels.all_reduce import SENTINEL, Epilogue, PeerLayout, PeerSpace
+from dist_infer.kernels.all_reduce import SENTINEL, SHARE_BYTES, TURN_BYTES, Epilogue, PeerLayout, PeerSpace
 from dist_infer.kernels.quantize import QuantFormat
 from tests.kernels.all_reduce_cases import LIBRARY
 
@@ -19,7 +19,8 @@ def layout_of(**changes: int) -> PeerLayout:
 def test_parts_of_the_layout_follow_each_other(num_ranks: int) -> None:
     layout = layout_of(num_ranks=num_ranks)
     ends = [
-        (4 * layout.one_shot_rows, layout.slots),
+        (TURN_BYTES * layout.one_shot_rows, layout.shares),
+        (layout.shares + SHARE_BYTES * layout.one_shot_rows, layout.slots),
         (layout.slots + 2 * (num_ranks - 1) * layout.slot_bytes, layout.flags),
         (layout.flags + 4 * 2 * (num_ranks - 1) * layout.max_tiles, layout.counters),
         (layout.counters + 4 * (2 * (num_ranks - 1) + 1) * layout.max_tiles, layout.parts),
@@ -35,8 +36,8 @@ def test_memory_is_empty_before_the_first_call() -> None:
     memory = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
     layout.prepare(memory)
     words = memory.view(torch.int32)
-    assert (words[layout.slots // 4 : layout.flags // 4] == SENTINEL).all()
-    assert not words[: layout.slots // 4].any() and not words[layout.flags // 4 :].any()
+    assert (words[layout.shares // 4 : layout.flags // 4] == SENTINEL).all()
+    assert not words[: layout.shares // 4].any() and not words[layout.flags // 4 :].any()
 
 
 @pytest.mark.parametrize("change", [{"num_ranks": 1}, {"row_bytes": 24}, {"row_bytes": 0}, {"one_shot_rows": 0}])

@@ -44,6 +44,8 @@ def compiled(
     kernel: Any, hidden: int, dtype: str, *, residual: bool, num_ranks: int = 2, top_k: int = 0, **constants: Any
 ) -> Compiled:
     columns, num_warps = tile_of(hidden)
+    parts = constants.get("PARTS", 1)
+    columns, num_warps = columns // parts, num_warps // parts
     per_vector = 4 if dtype == "fp32" else 8
     pointers = ["x", "weight", "total_out", "norm_out", *(["residual"] if residual else [])]
     types = dict.fromkeys(pointers, f"*{dtype}") | {"memory": "*u8", "table": "*i64", "eps": "fp32"}
@@ -52,7 +54,7 @@ def compiled(
         types |= {"ids": "*i32", "factors": "*fp32", "shared": f"*{dtype}"}
     else:
         missing |= {"ids": None, "factors": None, "shared": None}
-    constants |= missing | {"FORMAT": None, "ZEROING": 0, "PEEK": True, "OVERLAP": True, "NUM_RANKS": num_ranks}
+    constants |= missing | {"FORMAT": None, "ZEROING": 0, "TOGETHER": 4, "OVERLAP": True, "NUM_RANKS": num_ranks}
     constants |= {"HIDDEN": hidden, "VECTORS": hidden // per_vector, "BLOCK": columns // per_vector}
     constants |= {"TOP_K": top_k, "NUM_EXPERTS": 64}
     sizes = [name for name in kernel.arg_names if name not in types and name not in constants]
@@ -60,17 +62,18 @@ def compiled(
     return compile_ahead(kernel, types, constants, num_warps=num_warps)
 
 
-ONE_SHOT, TWO_SHOT = {"AHEAD": 0}, {"ROWS": 4}
+ONE_SHOT, TWO_SHOT = {"AHEAD": 0, "PARTS": 1}, {"ROWS": 4}
 
 
 @pytest.mark.parametrize(
     ("name", "hidden", "dtype", "residual", "constants"),
     [
         ("one_shot_kernel", 7168, "bf16", True, ONE_SHOT),
-        ("one_shot_kernel", 2048, "fp32", False, {"AHEAD": 2}),
+        ("one_shot_kernel", 2048, "fp32", False, ONE_SHOT | {"AHEAD": 2}),
+        ("one_shot_kernel", 7168, "bf16", True, ONE_SHOT | {"PARTS": 4, "num_ranks": 8}),
         ("two_shot_kernel", 7168, "bf16", False, TWO_SHOT),
         ("two_shot_kernel", 6144, "fp16", True, TWO_SHOT),
-        ("one_shot_kernel", 2048, "bf16", True, {"AHEAD": 0, "top_k": 8}),
+        ("one_shot_kernel", 2048, "bf16", True, ONE_SHOT | {"top_k": 8}),
         ("two_shot_kernel", 7168, "bf16", True, {"ROWS": 4, "top_k": 8}),
     ],
 )
@@ -87,7 +90,8 @@ def test_ahead_of_time(name: str, hidden: int, dtype: str, residual: bool, const
     types |= {"x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
     constexprs = {"residual": None, "HIDDEN": hidden, "TILE": tile, "OVERLAP": False}
     alone = compile_ahead(_rms_norm, types, constexprs, num_warps=num_warps)
-    assert {_reduced_layout(made)} == {_reduced_layout(alone)}
+    parts = constants.get("PARTS", 1)
+    assert _reduced_layout(made).replace(f"[{num_warps // parts}]", f"[{num_warps}]") == _reduced_layout(alone)
 
 
 def _reduced_layout(made: Compiled) -> str:

@@ -21,3 +21,9 @@ def test_an_early_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_unwritten_scales_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_wrong_bytes("one_shot", "mxfp8", monkeypatch, zero_rest=peer_code.careless_zero)
+
+
+@pytest.mark.gpu
+def test_a_share_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sum of squares of a row that two programs share."""
+    expect_wrong_bytes("one_shot", "residual_rms_norm", monkeypatch, await_quad=peer_code.hasty_quad)
