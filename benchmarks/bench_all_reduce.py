@@ -13,16 +13,16 @@ time of the slowest rank, a figure the median of samples that alternate between 
 sample together: else the time in which one waits for the other's host would be shared out to the calls.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from benchmarks import virtual_ranks
+from benchmarks.all_reduce_samples import EPS, Call, Inputs, compare_us
 from benchmarks.timing import Row, write_results
 from dist_infer.comm.all_reduce import FusedAllReduce, FusedOp, open_peer_room
 from dist_infer.comm.collectives import Collectives, TorchCollectives
@@ -30,10 +30,8 @@ from dist_infer.comm.mesh import Mesh
 from dist_infer.comm.strategy import Strategy
 from dist_infer.comm.wire import NcclWire
 from dist_infer.errors import ExitCode, UsageError
-from dist_infer.kernels import all_reduce as op
 from dist_infer.kernels import rms_norm as norm_op
 from dist_infer.kernels import rms_norm_quant as quant_op
-from dist_infer.kernels.all_reduce import AllReduceFunction, Epilogue, PeerLayout, PeerSpace
 from dist_infer.kernels.dispatch import Target
 from dist_infer.kernels.quantize import QuantFormat
 from dist_infer.launch.world import World, run_world
@@ -49,68 +47,8 @@ OPS: Mapping[int, Mapping[FusedOp, tuple[int, ...]]] = {
     },
     6144: {FusedOp.NONE: TOKENS, FusedOp.RESIDUAL_RMS_NORM: TOKENS},
 }  # by hidden size
-NUM_SAMPLES = 13
-NUM_SETS = 4
-EPS = 1e-6
 _START_CYCLES = 300_000  # of the device, in which the host launches a graph
 _LINK_BYTES_PER_S = 450e9  # NVLink of one H200, one direction
-
-Call = Callable[[int], object]  # with the number of the set of inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A few sets of the same sizes."""
-
-    x: tuple[Tensor, ...]
-    residual: tuple[Tensor, ...]
-    weight: Tensor
-    scale: Tensor
-
-    @classmethod
-    def make(cls, device: torch.device, *shape: int) -> "Inputs":
-        """Of `shape`, whose last number is the hidden size."""
-        x, residual = (tuple(torch.randn(shape, device=device).bfloat16() for _ in range(NUM_SETS)) for _ in range(2))
-        weight = torch.randn(shape[-1], device=device).bfloat16()
-        return cls(x, residual, weight, torch.ones(1, device=device))
-
-
-def compare_us(
-    calls: Mapping[str, Call],
-    num_calls: int,
-    slowest: Callable[[float], float] = lambda own: own,
-    start_together: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Microseconds a call of each.
-
-    `slowest` gives the largest of all ranks' times. `start_together` puts a point on the stream that all devices reach
-    at the same time, later than the host has put the calls behind it.
-    """
-    graphs = {name: _captured(call, num_calls) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(NUM_SAMPLES):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start_together()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(slowest(start.elapsed_time(end) * 1e3 / num_calls))
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def _captured(call: Call, num_calls: int) -> torch.cuda.CUDAGraph:
-    for idx in range(NUM_SETS):
-        call(idx)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for idx in range(num_calls):
-            call(idx % NUM_SETS)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def _rest(fused_op: FusedOp, inputs: Inputs, idx: int, summed: Tensor) -> object:
@@ -235,44 +173,12 @@ class TwoGpus:
             )
 
 
-def _on_one_device(run: AllReduceFunction, space: PeerSpace, fused_op: FusedOp, inputs: Inputs, idx: int) -> object:
-    epilogue = Epilogue()
-    if fused_op is not FusedOp.NONE:
-        epilogue = Epilogue(residual=inputs.residual[idx], weight=inputs.weight, eps=EPS)
-    return run(inputs.x[idx], epilogue, space)
-
-
-def rows_on_one_device(device: torch.device) -> Iterator[Row]:
-    """Ranks of one launch: what follows the sum beside the sum alone."""
-    ways: dict[str, AllReduceFunction] = {
-        "one_shot": partial(op.one_shot, library=op.ONE_SHOT_LIBRARIES[0]),
-        "two_shot": partial(op.two_shot, library=op.TWO_SHOT_LIBRARIES[0]),
-    }
-    hidden, fused_op = 7168, FusedOp.RESIDUAL_RMS_NORM
-    for num_ranks in (2, 4, 8):
-        layout = PeerLayout(num_ranks=num_ranks, row_bytes=2 * hidden, one_shot_rows=64, two_shot_rows=64)
-        space = op.space_on_one_device(layout, device)
-        for num_tokens in (1, 4, 16):
-            inputs = Inputs.make(device, num_ranks, num_tokens, hidden)
-            for name, run in ways.items():
-                ops = (FusedOp.NONE, fused_op)
-                calls = {what.name: partial(_on_one_device, run, space, what, inputs) for what in ops}
-                found = compare_us(calls, 60)
-                place = f"virtual ranks={num_ranks} strategy={name}"
-                for what in ops:
-                    case = f"{place} {what.name.lower()} h={hidden} tokens={num_tokens}"
-                    yield Row(case=case, ours_us=found[what.name], library=name)
-                added = found[fused_op.name] - found[FusedOp.NONE.name]
-                case = f"{place} epilogue {fused_op.name.lower()} h={hidden} tokens={num_tokens}"
-                yield Row(case=case, ours_us=added, library=name)
-
-
 def bench(world: World) -> ExitCode:
     """Measures and, on rank 0, writes the results."""
     if world.device.type != "cuda":
         raise UsageError("GPUs are needed")
     if world.size == 1:
-        _report(list(rows_on_one_device(world.device)), world)
+        _report(list(virtual_ranks.rows(world.device)), world)
         return ExitCode.DONE
     group: Collectives = world.communicators(Mesh.create(world=world.size, rank=world.rank)).tp
     if not isinstance(group, TorchCollectives) or not isinstance(group.wire, NcclWire):
