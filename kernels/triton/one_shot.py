@@ -3,8 +3,8 @@
 N ranks, T rows, D columns, V vectors of 16 bytes in a row.
 
 Slower, between virtual ranks (benchmarks/virtual_ranks.py): one program a row, which keeps a multiprocessor busy longer
-than a second sum over programs takes (8 ranks, one row: 5.4 us, not 2.9); looking at the slots of a row one by one (6.0
-us); a first look as soon as the row is sent, which is in vain (0.1 to 0.5 us); gains asked for with each row (0.2 us).
+than a second sum over programs takes (8 ranks, one row: 5.4 us, not 2.9; the slots looked at one by one: 6.0); a first
+look as soon as the row is sent, which is in vain (0.1 to 0.5 us); gains asked for with each row (0.2 us).
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
