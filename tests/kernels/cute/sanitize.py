@@ -26,7 +26,17 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "kernels" / "cute"
 TOOL = "compute-sanitizer"
 CHECKS = ("memcheck", "racecheck")
-LAUNCHES = ("decodes", "narrow_decodes", "grouped_products")
+LAUNCHES = (
+    "decodes",
+    "narrow_decodes",
+    "grouped_products",
+    "fp8_products",
+    "mxfp8_products",
+    "nvfp4_products",
+    "staged_mxfp8",
+    "staged_steep",
+    "staged_nvfp4",
+)
 HANDED_OVER = ("stats[", "exchange[", "totals[", "shared[")
 MASKED = ("words[at + row * (ROW_BYTES // 4)] = Int32(0)", "taken = cute.arch.inline_ptx(ptx")  # cleared, read
 _TIMEOUT_S = 600

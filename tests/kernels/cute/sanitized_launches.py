@@ -5,17 +5,26 @@ python -m tests.kernels.cute.sanitized_launches NAME
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from dist_infer.kernels.carriers import GatedActivation
-from dist_infer.kernels.cute import grouped_gemm
+from dist_infer.kernels.cute import grouped_gemm, quantized_gemm
 from dist_infer.kernels.cute.grouped_gemm_parts import Variant
+from dist_infer.kernels.cute.moe_align import align
 from dist_infer.kernels.cute.moe_forms import Form
-from dist_infer.kernels.triton.moe_align import align
+from dist_infer.kernels.cute.staged_linear import staged_linear
+from dist_infer.kernels.scaled_linear import WeightFormat
+from dist_infer.kernels.staged_weight import stage_weight
 from tests.kernels.cute import test_mla_narrow as narrow
+from tests.kernels.cute import test_quantized_gemm as quantized_gemms
+from tests.kernels.cute import test_staged_linear as staged
 from tests.kernels.cute.mla_cases import Case
 from tests.kernels.cute.race_patterns import PATTERNS, run_pattern
+from tests.kernels.cute.ragged_pairs import COUNTS, TOP_K, normal, ragged
+from tests.kernels.quantized_weights import quantized
 
 _DECODES = (  # sequences, heads, query tokens, page: cut and whole ones, empty ones, all numbers of rows
     ([700, 3, 0, 200], 16, 1, 64),
@@ -31,6 +40,8 @@ _FORMS = (
     Form((16, 40, 64), 4, 128, 1, cluster=2),
 )
 _LAYERS = ((4, 9, 2, 128, 128), (3, 150, 2, 256, 320), (2, 1, 1, 128, 128))  # experts, rows, top k, model, channels
+_PRODUCTS = (GatedActivation.SILU, None)  # gate and up, down
+_LINEARS = ((5, 300, 1024), (1, 40, 160), (129, 300, 512))  # tokens, outputs, inputs: cut blocks and whole ones
 
 
 def decodes() -> None:
@@ -51,19 +62,53 @@ def narrow_decodes() -> None:
 
 
 def grouped_products() -> None:
-    """Both products of experts in 16 bits, by each kind of form."""
+    """Both products of experts in 16 bits, by each kind of form: the first one puts the pairs in order itself."""
     for experts, rows, top_k, width, inner in _LAYERS:
         ids = torch.rand(rows, experts, device="cuda").argsort(1)[:, :top_k].int().contiguous()
         x = torch.randn(rows, width, device="cuda").bfloat16()
         up = torch.randn(experts, 2 * inner, width, device="cuda").bfloat16()
         down = torch.randn(experts, width, inner, device="cuda").bfloat16()
-        pairs = align(ids, experts, 128)
         for form in _FORMS:
+            orders = form is _FORMS[0]
             first, second = (
-                Variant(activation=kind, dtype=x.dtype, **form._asdict()) for kind in (GatedActivation.SILU, None)
+                Variant(activation=kind, dtype=x.dtype, orders=orders, **form._asdict()) for kind in _PRODUCTS
             )
-            hidden = grouped_gemm.gate_up(x, up, pairs.order, pairs.firsts, top_k, first)
-            grouped_gemm.down(hidden, down, pairs.order, pairs.firsts, second)
+            pairs = (ids.flatten(), ids.flatten()) if orders else align(ids, experts)
+            hidden = grouped_gemm.gate_up(x, up, *pairs, top_k, first)
+            grouped_gemm.down(hidden, down, *pairs, second)
+
+
+def quantized_products(weight_format: WeightFormat) -> None:
+    """Both products of experts with quantised weights: by two warpgroups, and by one that puts the pairs in order."""
+    width, inner = quantized_gemms.WIDTH, quantized_gemms.INNER
+    for counts, num_dead in COUNTS[:3]:
+        order, firsts = ragged(counts, num_dead)
+        ids = torch.randint(-1, len(counts) + 1, (len(order),), device="cuda", dtype=torch.int32)
+        x, hidden = (
+            quantized_gemms.operand(normal(rows, columns), weight_format)
+            for rows, columns in ((len(order) // TOP_K, width), (len(order), inner))
+        )
+        up, down = (
+            quantized(normal(len(counts) * rows, columns), weight_format)
+            for rows, columns in ((2 * inner, width), (width, inner))
+        )
+        for num_groups, pairs in ((2, (order, firsts)), (1, (ids, ids))):
+            first, second = (
+                replace(quantized_gemms.variant(weight_format, kind, num_groups), orders=num_groups == 1)
+                for kind in _PRODUCTS
+            )
+            quantized_gemm.gate_up(x, up, len(counts), *pairs, TOP_K, first)
+            quantized_gemm.down(hidden, down, len(counts), *pairs, second)
+
+
+def staged_products(kind: str) -> None:
+    """Products with staged weights: of few tokens, and of several blocks of them."""
+    for tokens, outputs, inputs in _LINEARS:
+        weight = stage_weight(staged.weight_of(kind, outputs, inputs))
+        x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+        bias = torch.randn(outputs, device="cuda").bfloat16()
+        for _ in range(2):  # the second finds the flags that the first has left
+            staged_linear(x, weight, bias, x.dtype)
 
 
 def patterns() -> None:
@@ -76,6 +121,12 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     "decodes": decodes,
     "narrow_decodes": narrow_decodes,
     "grouped_products": grouped_products,
+    "fp8_products": partial(quantized_products, WeightFormat.FP8_BLOCK),
+    "mxfp8_products": partial(quantized_products, WeightFormat.MXFP8),
+    "nvfp4_products": partial(quantized_products, WeightFormat.NVFP4),
+    "staged_mxfp8": partial(staged_products, "mxfp8"),
+    "staged_steep": partial(staged_products, "steep"),
+    "staged_nvfp4": partial(staged_products, "nvfp4"),
     "patterns": patterns,
 }
 
