@@ -30,6 +30,7 @@ from dist_infer.kernels.cute.mla_tiles import (
 SLOT_BLOCKS = 3  # a slot of the ring holds 192 columns of a tile
 SLOT_COLUMNS = SLOT_BLOCKS * BLOCK
 SLOTS_OF_TILE = WIDTH // SLOT_COLUMNS
+NUM_SLOTS = 2 * SLOTS_OF_TILE  # each is always of the same warpgroup, see attend_few_rows
 _PAIR_BARRIER = 3
 _HALF = NUM_LATENT_BLOCKS // 2
 _TURN = 2  # blocks that are exchanged at once
@@ -71,7 +72,11 @@ def attend_few_rows(
     scratch: cute.Tensor,  # for the merge, on the queries' memory
     task: Task,
 ) -> None:
-    """What the consumer warpgroups do with a worker's tiles."""
+    """What the consumer warpgroups do with a worker's tiles.
+
+    A warpgroup waits for slots of its own tiles alone, by the parity of a phase. Were a slot to change hands, a
+    warpgroup could wait for it while what the other has of it is still on its way, and take that phase for its own.
+    """
     thread_of_cta, _, _ = cute.arch.thread_idx()
     thread = thread_of_cta % 128
     group = cute.arch.make_warp_uniform(thread_of_cta // 128 - 1)

@@ -46,12 +46,12 @@ class Variant:
 
     @property
     def num_slots(self) -> int:
-        """Of three blocks, as many as shared memory holds beside the queries; of 64 rows, blocks of two stages."""
+        """Of three blocks, those of two tiles, or as many as there is room for; of 64 rows, blocks of two stages."""
         if self.many:
             return mla_shared_tiles.NUM_STAGES * NUM_BLOCKS
         if self.narrow:
             return 16 if self.rows <= 16 else 14
-        return 8 if self.rows <= 16 else 7
+        return mla_few_rows.NUM_SLOTS
 
     @property
     def block_words(self) -> int:
