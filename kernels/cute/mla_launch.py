@@ -46,11 +46,11 @@ class Variant:
 
     @property
     def num_slots(self) -> int:
-        """Of three blocks, those of two tiles, or as many as there is room for; of 64 rows, blocks of two stages."""
+        """Of three blocks, those of two tiles, or of four where they are narrow; of 64 rows, blocks of two stages."""
         if self.many:
             return mla_shared_tiles.NUM_STAGES * NUM_BLOCKS
         if self.narrow:
-            return 16 if self.rows <= 16 else 14
+            return mla_narrow.NUM_SLOTS
         return mla_few_rows.NUM_SLOTS
 
     @property

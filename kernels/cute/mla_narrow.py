@@ -41,6 +41,7 @@ from dist_infer.kernels.cute.mla_tiles import (
     wrapped,
 )
 
+NUM_SLOTS = 4 * SLOTS_OF_TILE  # each is always of the same warpgroup, see mla_few_rows.attend_few_rows
 _HALF = NUM_LATENT_BLOCKS // 2
 _PAIR_BARRIER = 3
 _TURN = 2  # blocks that are exchanged at once
