@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from dist_infer.kernels.cute import mla_decode as op
-from dist_infer.kernels.cute import mla_merge
+from dist_infer.kernels.cute import mla_few_rows, mla_merge, mla_operands, mla_shared_tiles
 from dist_infer.kernels.cute.mla_launch import Variant
 from tests.kernels.cute.mla_cases import SCALE, Case, check
 
@@ -74,6 +74,18 @@ def check_ptx(variant: Variant, folder: Path) -> None:
 
 def test_rows_are_padded_to_a_variant() -> None:
     assert [op.choose_rows(rows) for rows in (1, 8, 9, 32, 33, 64, 65, 1024)] == [8, 8, 16, 32, 64, 64, 64, 64]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("rows", [rows for rows in op.ROW_COUNTS if rows < mla_shared_tiles.NUM_ROWS])
+def test_a_slot_of_the_ring_never_changes_hands(rows: int, narrow: bool) -> None:
+    """Two warpgroups take alternate tiles and know a phase by its parity alone, see attend_few_rows."""
+    variant = Variant(rows=rows, page_size=64, dtype=torch.bfloat16, narrow=narrow)
+    slots_of_tile = mla_operands.SLOTS_OF_TILE if narrow else mla_few_rows.SLOTS_OF_TILE
+    owners: dict[int, set[int]] = {}
+    for idx in range(20 * variant.num_slots):
+        owners.setdefault(idx % variant.num_slots, set()).add(idx // slots_of_tile % 2)
+    assert all(len(groups) == 1 for groups in owners.values())
 
 
 class Unused(op.Workspace):
