@@ -1,60 +1,41 @@
-"""The producer warps of a latent decode: queries and tiles of the cache into shared memory by TMA."""
+"""The producer warp of a latent decode: queries and tiles of the cache into shared memory by TMA."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
 
-
-@cute.jit
-def load_queries(
-    q_tma: cute.CopyAtom,
-    q_coords: cute.Tensor,
-    query_box: cute.Tensor,
-    q_full: cute.Pointer,
-    q_empty: cute.Pointer,
-    task: Task,
-) -> None:
-    """Each sequence's queries, once the consumers are done with those before."""
-    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
-    phase = Int32(1)  # the phase before the first counts as done
-    first, seq, before = task.first, task.seq, task.before
-    while first < task.end:
-        cute.arch.mbarrier_wait(q_empty, phase)
-        phase ^= 1
-        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
-        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
-        q_to, q_from = cpasync.tma_partition(
-            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
-        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
-        before += tiles_of(task.kv_lens, seq)
-        first = before
-        seq += 1
+_BOTH = Int16(3)
 
 
 @cute.jit
 def load_tiles(
     k_tma: cute.CopyAtom,
     k_coords: cute.Tensor,
+    q_tma: cute.CopyAtom,
+    q_coords: cute.Tensor,
     boxes: cute.Tensor,
+    query_box: cute.Tensor,
     full: cute.Pointer,
     empty: cute.Pointer,
+    q_full: cute.Pointer,
+    q_empty: cute.Pointer,
     page_size: cutlass.Constexpr,
     slot_blocks: cutlass.Constexpr,
     slots_of_tile: cutlass.Constexpr,
     num_slots: cutlass.Constexpr,
-    known: Int32,
-    later: Int32,
+    pair: cutlass.Constexpr,
     task: Task,
 ) -> None:
-    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64, at first from its arguments."""
+    """Each sequence's queries, then its tiles as slots of a ring become free. Lane i knows boxes i and i + 32 of 64.
+
+    In a pair of CTAs each loads every other slot into both.
+    """
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
+    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
     box_blocks = cutlass.const_expr(cute.size(boxes, mode=[2]))
     columns = cutlass.const_expr(cute.size(boxes, mode=[1]))
@@ -64,7 +45,7 @@ def load_tiles(
     )
     places = cute.make_rmem_tensor(cute.make_layout(boxes_of_tile), Int32)
     slot = Int32(0)
-    phase = Int32(1)  # the phase before the first counts as done
+    phase, q_phase = Int32(1), Int32(1)  # the phase before the first counts as done
     first, seq, before = task.first, task.seq, task.before
     while first < task.end:
         tiles = tiles_of(task.kv_lens, seq)
@@ -73,9 +54,18 @@ def load_tiles(
         kv_len = task.kv_lens[seq]
         box_idx = tile * boxes_of_tile
         base = box_idx
-        if first != task.first:
-            known = box_place(task, seq, kv_len, base + lane, box, page_size)
-            later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
+        known = box_place(task, seq, kv_len, base + lane, box, page_size)
+        later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
+        cute.arch.mbarrier_wait(q_empty, q_phase)
+        q_phase ^= 1
+        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
+        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
+        q_to, q_from = cpasync.tma_partition(
+            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
+        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
         while tile < stop:
             for segment in cutlass.range_constexpr(boxes_of_tile):
                 if box_idx - base == 32:
@@ -92,7 +82,11 @@ def load_tiles(
                     for segment in cutlass.range_constexpr(boxes_of_tile):
                         source = k_from[(None, places[segment], part * (slot_blocks // box_blocks) + idx)]
                         target = k_to[(None, segment, slot * (slot_blocks // box_blocks) + idx)]
-                        cute.copy(k_tma, source, target, tma_bar_ptr=full + slot)
+                        if cutlass.const_expr(pair):
+                            if task.row_tile % 2 == (tile + part) % 2:
+                                cute.copy(k_tma, source, target, tma_bar_ptr=full + slot, mcast_mask=_BOTH)
+                        else:
+                            cute.copy(k_tma, source, target, tma_bar_ptr=full + slot)
                 slot += 1
                 if slot == num_slots:
                     slot = Int32(0)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dist_infer.kernels.cute.quantized_parts import DEPTH, slot_after
+from dist_infer.kernels.cute.quantized_parts import DEPTH
 
 _HALF = 64  # channels of a swizzled row of pairs, and of a buffer of operands
 _WORDS = 16  # of a buffer in a thread
@@ -32,11 +32,10 @@ def sum_decoded(
     empty: cute.Pointer,
     stage: Int32,
     phase: Int32,
-    slot: Int32,
     depth: Int32,
     thread: Int32,
 ):
-    """low, high = products of `size` pairs with the rows of either box; (stage, phase, slot) after them."""
+    """low, high = products of `size` pairs with the rows of either box; (stage, phase) after them."""
     op = warpgroup.MmaF16BF16Op(
         BFloat16, Float32, (64, size, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
     )
@@ -56,8 +55,7 @@ def sum_decoded(
     words = cute.recast_tensor(buffers, Int32)
     operand_layout = cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8))
     lane = thread % 32
-    own_turn = thread // 128  # among two warpgroups that split the stages
-    warp_row = (thread % 128 if v.splits else thread) // 32 * 16
+    warp_row = thread // 32 * 16
     own_row = warp_row + lane % 8 + lane // 8 % 2 * 8  # that ldmatrix asks this lane for
     own_chunk = lane // 16
     scale_row = warp_row + lane // 4
@@ -67,39 +65,35 @@ def sum_decoded(
     mma.set(warpgroup.Field.ACCUMULATE, True)
     k = Int32(0)
     while k < depth:
-        if cutlass.const_expr(not v.splits) or k % 2 == own_turn:
-            cute.arch.mbarrier_wait(full + stage, phase)
-            cute.arch.fence_proxy("async.shared", space="cta")  # rows were not copied by TMA
-            row_bytes = cutlass.const_expr(v.scale_bytes * v.scale_stages)
-            scales = scale_tiles.toint() + slot * v.slot_bytes + k % v.scale_stages * v.scale_bytes
-            for box in cutlass.range_constexpr(2):
-                row0 = weights.iterator.toint() + (2 * stage + box) * (v.box * v.weight_bytes)
-                scale_at = scales + (box * v.box + scale_row) * row_bytes
-                upper = _scales(v, scale_at, lane)
-                lower = _scales(v, scale_at + 8 * row_bytes, lane)
-                for half in cutlass.range_constexpr(2):
-                    if cutlass.const_expr(box == 1):
-                        warpgroup.wait_group(1)  # the products before the last ones have read this buffer
-                    _decode(v, words, half * _WORDS, row0, own_row, own_chunk, half, upper, lower)
-                    f_w = cute.make_tensor(buffers.iterator + half * 2 * _WORDS, operand_layout)
-                    warpgroup.fence()
-                    for step in cutlass.range_constexpr(4):
-                        f_step = f_t[(None, None, step, half, stage)]
-                        if cutlass.const_expr(box == 0):
-                            cute.gemm(mma, low_sums, f_w[(None, None, step)], f_step, low_sums)
-                        else:
-                            cute.gemm(mma, high_sums, f_w[(None, None, step)], f_step, high_sums)
-                    warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + stage)
+        cute.arch.mbarrier_wait(full + stage, phase)
+        cute.arch.fence_proxy("async.shared", space="cta")  # rows were not copied by TMA
+        for box in cutlass.range_constexpr(2):
+            row0 = weights.iterator.toint() + (2 * stage + box) * (v.box * v.weight_bytes)
+            scale_at = scale_tiles.toint() + stage * v.stage_scale_bytes + (box * v.box + scale_row) * v.scale_bytes
+            upper = _scales(v, scale_at, lane)
+            lower = _scales(v, scale_at + 8 * v.scale_bytes, lane)
+            for half in cutlass.range_constexpr(2):
+                if cutlass.const_expr(box == 1):
+                    warpgroup.wait_group(1)  # the products before the last ones have read this buffer
+                _decode(v, words, half * _WORDS, row0, own_row, own_chunk, half, upper, lower)
+                f_w = cute.make_tensor(buffers.iterator + half * 2 * _WORDS, operand_layout)
+                warpgroup.fence()
+                for step in cutlass.range_constexpr(4):
+                    f_step = f_t[(None, None, step, half, stage)]
+                    if cutlass.const_expr(box == 0):
+                        cute.gemm(mma, low_sums, f_w[(None, None, step)], f_step, low_sums)
+                    else:
+                        cute.gemm(mma, high_sums, f_w[(None, None, step)], f_step, high_sums)
+                warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + stage)
         stage += 1
         if stage == v.num_stages:
             stage = Int32(0)
             phase ^= 1
-        slot = slot_after(v, slot, k)
         k += 1
-    return stage, phase, slot
+    return stage, phase
 
 
 @cute.jit

@@ -111,7 +111,7 @@ def _check(
         and isinstance(rows, Fp8Tensor) == variant.is_fp8
         and (isinstance(rows, Fp8Tensor) or (rows.dtype == torch.bfloat16 and rows.is_contiguous()))
         and rows.shape[1] == weight.shape[1]
-        and not rows.shape[1] % (DEPTH * max(variant.scale_stages, 1 + variant.splits))
+        and not rows.shape[1] % DEPTH
         and not channels % DEPTH
         and num_experts <= MAX_EXPERTS
     )
@@ -231,8 +231,7 @@ class _Launch:
             empty: cute.struct.MemRange[Int64, v.num_stages]
             tables: cute.struct.Align[cute.struct.MemRange[Int32, 4 * TABLE_LEN], 16]
             order: cute.struct.MemRange[Int16, MAX_ORDERED if v.orders else 2]
-            scales: cute.struct.Align[cute.struct.MemRange[Uint8, v.num_slots * v.slot_bytes], 16]
-            sums: cute.struct.Align[cute.struct.MemRange[Uint8, v.shared_sums_bytes], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[Uint8, v.num_stages * v.stage_scale_bytes], 16]
             passing: cute.struct.Align[cute.struct.MemRange[Uint8, v.passing_bytes], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Uint8, num_row_bytes], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(weights_layout)], 1024]
@@ -296,7 +295,7 @@ class _Launch:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(v.num_stages):
                     cute.arch.mbarrier_init(full + stage, 1 + 128)  # weights, and the threads that load
-                    cute.arch.mbarrier_init(empty + stage, 4 if v.splits else 4 * v.num_groups)  # warps that multiply
+                    cute.arch.mbarrier_init(empty + stage, 4 * v.num_groups)  # the warps that multiply
             cute.arch.mbarrier_init_fence()
         per_block = cutlass.const_expr(v.box if v.gate_up else 2 * v.box)
         channel_blocks = (channels + per_block - 1) // per_block
@@ -344,7 +343,6 @@ class _Launch:
                 row_tiles,
                 scale_tiles,
                 storage.passing.data_ptr(),
-                storage.sums.data_ptr(),
                 global_scale,
                 order,
                 out,

@@ -36,24 +36,15 @@ WIDTH, INNER = 384, 256
 SLACK = 2**-10
 
 
-def variant(
-    weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int = 2, channels: int = 0
-) -> Variant:
-    """Of fewer stages and sizes than are chosen for speed: a ring goes round often.
-
-    Over `channels` that are pairs of stages one warpgroup splits these with another.
-    """
-    is_even = weight_format is not WeightFormat.FP8_BLOCK and channels % 256 == 0 and channels > 0
-    splits = is_even and num_groups == 1
+def variant(weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int = 2) -> Variant:
+    """Of fewer stages and sizes than are chosen for speed: a ring goes round often."""
     return Variant(
         weight_format=weight_format,
         activation=activation,
-        sizes=(40, 96) if num_groups == 2 else (8, 16),
-        num_stages=4 if splits else 3,
-        num_groups=2 if splits else num_groups,
+        sizes=(40, 80) if num_groups == 2 else (8, 16),
+        num_stages=3,
+        num_groups=num_groups,
         num_ctas=3 - num_groups,
-        scale_stages=2 if is_even else 1,
-        splits=splits,
     )
 
 
@@ -141,10 +132,9 @@ def test_gate_up_against_float64(
 ) -> None:
     order, firsts = ragged(counts, num_dead)
     ends = firsts.tolist()
-    width = WIDTH if num_groups == 2 else 512
-    x = operand(normal(len(order) // TOP_K, width) * width**0.5 * 4, weight_format)
-    weight = quantized(normal(len(counts) * 2 * INNER, width), weight_format)
-    own = variant(weight_format, activation, num_groups, width)
+    x = operand(normal(len(order) // TOP_K, WIDTH) * WIDTH**0.5 * 4, weight_format)
+    weight = quantized(normal(len(counts) * 2 * INNER, WIDTH), weight_format)
+    own = variant(weight_format, activation, num_groups)
     poisoned(op.gate_up(x, weight, len(counts), order, firsts, TOP_K, own))
     out = op.gate_up(x, weight, len(counts), order, firsts, TOP_K, own)
     rows = values(x, weight_format)[(order[: ends[-1]] // TOP_K).long()]
@@ -174,7 +164,7 @@ def test_down_against_float64(counts: list[int], num_dead: int, num_groups: int,
     rows[ends[-1] :] = float("nan")
     hidden = operand(rows, weight_format)
     weight = quantized(normal(len(counts) * WIDTH, INNER), weight_format)
-    own = variant(weight_format, None, num_groups, INNER)
+    own = variant(weight_format, None, num_groups)
     poisoned(op.down(hidden, weight, len(counts), order, firsts, own))
     out = op.down(hidden, weight, len(counts), order, firsts, own)
     truth, magnitudes = by_experts(values(hidden, weight_format), weight, ends)
