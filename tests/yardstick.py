@@ -23,7 +23,12 @@ def check_error(ours: Tensor, truth: Tensor, yardstick: Tensor, *, factor: float
 
 
 def check_rounded_once(ours: Tensor, truth: Tensor) -> None:
-    """bfloat16 and float16 results are the truth rounded once: another rounding would change far more than 1 %."""
+    """bfloat16 and float16 results are the truth rounded once: another rounding would change far more than 1 %.
+
+    A truth that is nearer to a tie than what sums in float32 err by may be rounded either way.
+    """
     if ours.dtype in (torch.bfloat16, torch.float16):
-        wrong = (ours != truth.to(ours.dtype)).sum().item()
+        erring = 2.0**-20 * truth.abs().max() if truth.numel() else 0.0
+        least, most = (truth - erring).to(ours.dtype), (truth + erring).to(ours.dtype)
+        wrong = (~((least <= ours) & (ours <= most))).sum().item()
         assert wrong <= max(1, ours.numel() // 100), f"{wrong} of {ours.numel()} values are not the truth rounded once"

@@ -58,7 +58,7 @@ def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def test_onednn_on_packed_and_other_weights(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     """Rows of wider matrices and none at all."""
     if ONEDNN.is_available(Target(device=torch.device("cpu"), dtype=dtype)) is not None:
-        pytest.skip("oneDNN can't multiply in this dtype here")
+        pytest.skip("host: oneDNN can't multiply in this dtype on this processor")
     assert ONEDNN.prepare is not None
     generator = torch.Generator().manual_seed(inputs)
     weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((outputs, inputs), (outputs,)))

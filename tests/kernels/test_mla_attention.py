@@ -118,6 +118,16 @@ def dense(case: Case, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def in_any_order(case: Case, dtype: torch.dtype, truth: Tensor) -> Tensor:
+    """`dense` in `dtype` with the latent dims in that of some orders which errs most: one alone may be lucky."""
+    latent_dim, found = case.kv_b.shape[2], [dense(case, dtype)]
+    for seed in range(4):
+        order = torch.randperm(latent_dim, generator=torch.Generator().manual_seed(seed)).to(case.q.device)
+        rows = [torch.cat((row[:, :latent_dim][:, order], row[:, latent_dim:]), 1) for row in case.rows]
+        found.append(dense(replace(case, kv_b=case.kv_b[:, :, order], rows=rows), dtype))
+    return max(found, key=lambda out: (out.double() - truth).abs().max().item() if out.numel() else 0.0)
+
+
 def attend(case: Case, library: Library[PlanFunction]) -> Tensor:
     planned = plan_mla_attention(case.step, kv_lora_rank=case.kv_b.shape[2], scale=SCALE, library=library)
     return planned(case.q, case.cache, case.kv_b, case.cache_scale)
@@ -136,7 +146,8 @@ def narrowed(case: Case, scale: float) -> Case:
 def test_a_cache_of_e4m3(library: Library[PlanFunction], device: str, dtype: torch.dtype, lens: str) -> None:
     """Nothing but the cache is narrow: the truth is of its values. A scale of 2^k leaves them exact in every dtype."""
     case = narrowed(make_case(STEPS[lens], dtype, device), 0.5)
-    check_error(attend(case, library), dense(case, torch.float64), dense(case, dtype))
+    truth = dense(case, torch.float64)
+    check_error(attend(case, library), truth, in_any_order(case, dtype, truth))
 
 
 def one_sequence(case: Case, seq: int) -> Case:

@@ -36,7 +36,7 @@ def test_a_plain_weight_is_never_touched() -> None:
 def packing(dtype: torch.dtype) -> LayerSetup:
     setup = setup_of("onednn,torch", dtype)
     if Product(N, K, setup).stays_plain:
-        pytest.skip("oneDNN can't multiply in this dtype here")
+        pytest.skip("host: oneDNN can't multiply in this dtype on this processor")
     setup.on_loaded.clear()
     return setup
 
