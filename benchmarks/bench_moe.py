@@ -3,11 +3,10 @@
     python -m benchmarks.bench_moe [compile] [--peers FOLDER]
 
 `compile` measures nothing: what it compiles in many processes is there for a later run, which else compiles case by
-case. Peers do the same work from the same routing: vLLM's Triton
-kernels (see vllm_wheel) and, in bfloat16, torch with torch._grouped_mm. Bounds: our "whole layer" with router and
-choice of experts, and those two alone; "triton", where ours is another library; with many tokens both products of
-DeepGEMM alone, on rows that stand as it wants them. FP8 weights have scales of 128 x 128, and rows are quantised by
-whoever multiplies.
+case. Peers do the same work from the same routing: vLLM's Triton kernels (see vllm_wheel) and, in bfloat16, torch with
+torch._grouped_mm. Bounds: our "whole layer" with router and choice of experts, and those two alone; "triton", where
+ours is another library; with many tokens both products of DeepGEMM alone, on rows that stand as it wants them. FP8
+weights have scales of 128 x 128, and rows are quantised by whoever multiplies.
 
 The floor counts the weights of the experts that are hit, input and output, and the outputs of all pairs, written and
 read; and the products' FLOP. Calls rotate over copies of the weights and, with few tokens, over other experts of the
@@ -34,7 +33,7 @@ from benchmarks.vllm_wheel import parse_peers, peer_or_reason
 from dist_infer.kernels import moe_experts, moe_route, quantized_experts, router_gemm
 from dist_infer.kernels.carriers import Fp8Scaling, Fp8Tensor, GatedActivation, RoutingMethod
 from dist_infer.kernels.choices import select
-from dist_infer.kernels.dispatch import Library, Target
+from dist_infer.kernels.dispatch import Library, Sizes, Target
 from dist_infer.kernels.reference.moe_route import moe_route as torch_moe_route
 from dist_infer.kernels.reference.router_gemm import router_gemm as torch_router_gemm
 from dist_infer.kernels.scaled_linear import WeightFormat
@@ -159,10 +158,10 @@ class Ours:
 
     @classmethod
     def on(cls, device: torch.device, model: Model, kind: Format, rows: int, order: str = "") -> "Ours":
-        sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
+        sizes: Sizes = {"experts": model.num_experts, "width": model.width, "intermediate": model.inner}
         step = {"pairs": rows * model.method.top_k}
         if kind == "fp8":
-            sizes[WeightFormat.FP8_BLOCK.value] = 1
+            sizes = quantized_experts.geometry_of(WeightFormat.FP8_BLOCK, **sizes)
         target = Target(device=device, dtype=_DTYPE, geometry=sizes)
         found: Library[Any]
         if kind == "fp8":

@@ -28,6 +28,11 @@ class Measured:
         return all(sizes[name] in values for name, values in self.sizes.items() if name in sizes)
 
 
+def exactly(sizes: Mapping[str, int]) -> dict[str, range]:
+    """The ranges that hold these sizes alone."""
+    return {name: range(size, size + 1) for name, size in sizes.items()}
+
+
 def entries_for(
     table: Sequence[Measured], *, device: str, op: str, geometry: Mapping[str, int]
 ) -> tuple[Measured, ...]:

@@ -4,7 +4,7 @@ Of few pairs an expert both take as long, to 2 us; `cute` leaves those that meet
 chosen for any number of rows. Rows are routed at random.
 """
 
-from dist_infer.kernels.measured import Measured
+from dist_infer.kernels.measured import Measured, exactly
 
 _SOURCES = "bench_moe-h200.json"
 
@@ -15,7 +15,7 @@ def _entry(experts: int, width: int, intermediate: int, figures: str) -> Measure
         device="NVIDIA H200",
         op="moe_experts",
         library="cute",
-        sizes={name: range(size, size + 1) for name, size in sizes.items()},
+        sizes=exactly(sizes),
         figures=f"us, cute / triton: {figures} ({_SOURCES})",
     )
 

@@ -3,7 +3,7 @@
 `cute` leaves few pairs to the products of `triton` where these are faster, so it is chosen for any number of rows.
 """
 
-from dist_infer.kernels.measured import Measured
+from dist_infer.kernels.measured import Measured, exactly
 from dist_infer.kernels.quantized_experts import geometry_of
 from dist_infer.kernels.scaled_linear import WeightFormat
 
@@ -16,7 +16,7 @@ def _entry(weight_format: WeightFormat, experts: int, width: int, intermediate: 
         device="NVIDIA H200",
         op="quantized_experts",
         library="cute",
-        sizes={name: range(size, size + 1) for name, size in sizes.items()},
+        sizes=exactly(sizes),
         figures=f"us, cute / triton: {figures} ({_SOURCES})",
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_infer.kernels.carriers import GatedActivation
 from dist_infer.kernels.dispatch import Library, Target, resolve
-from dist_infer.kernels.measured import Measured
+from dist_infer.kernels.measured import Measured, exactly
 from dist_infer.kernels.moe_experts import LIBRARIES, MoeExpertsFunction
 from dist_infer.kernels.tune import Time, entries, ways_of
 
@@ -65,8 +65,7 @@ def measure_experts(
                 function = way.library.told(way.tactic).function
                 of_way[way.label] = time_us(_call(function, routed, weights))
             times.append((rows * layer.top_k, of_way))
-        sizes = {name: range(size, size + 1) for name, size in layer.geometry.items()}
-        found += entries(target.device_name, OP, ways, sizes, "pairs", times, "us")
+        found += entries(target.device_name, OP, ways, exactly(layer.geometry), "pairs", times, "us")
     return found
 
 

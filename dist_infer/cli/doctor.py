@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 from collections.abc import Mapping
 
 from dist_infer.cache_folder import open_private_folder
@@ -18,6 +19,8 @@ _PACKAGES = {  # that some jobs need, and what for
     "triton": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
     "cutlass": "fast kernels on GPUs: pip install 'dist-infer[gpu]'",
 }
+
+_SPEAKING_S = 5.0  # launchers end all ranks when one fails: a silent one leaves the rank that speaks the time to
 
 
 def doctor() -> int:
@@ -36,6 +39,8 @@ def doctor() -> int:
     if environment.speaks:
         show(findings)
     if any(finding.wrong for finding in findings):
+        if not environment.speaks:
+            time.sleep(_SPEAKING_S)
         return ExitCode.ERROR
     # Imported here: it brings torch and MPI, which what is wrong so far may keep from loading.
     from dist_infer.cli.examine import examine

@@ -20,6 +20,7 @@ from dist_infer.kernels.triton.peer_words import clear_words, load_words, peek_w
 from dist_infer.kernels.triton.reduced_rows import int32_at, row_sum, sent_words, slot_of
 from dist_infer.kernels.triton.rms_norm import tile_of
 
+_TOGETHER = tl.constexpr(4)  # slots of a row that are asked for at once
 _SIZES = ("memory_stride", "first_rank", "num_rows", "max_rows", "slots")
 
 
@@ -198,7 +199,7 @@ def scatter_kernel(
         parity = tl.load(turn, volatile=True)
         own = load_words(parts_start + (rank * num_rows + row) * ROW_BYTES + lanes, wanted)
         start = space + slots + (parity * OTHERS).to(tl.int64) * slot_bytes + row * ROW_BYTES
-        summed = row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, 4, True)
+        summed = row_sum(own, start, slot_bytes, lanes, wanted, rank, NUM_RANKS, DTYPE, _TOGETHER, True)
         tl.store(out + row * HIDDEN + columns, summed, mask=inside)
         tl.debug_barrier()  # all warps have read the turn
         tl.store(turn, 1 - parity)

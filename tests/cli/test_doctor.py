@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from dist_infer.cli import doctor
 from dist_infer.cli.doctor import find_cache, find_host, find_packages, find_surroundings
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.findings import AFTER_START
@@ -76,3 +78,16 @@ def test_what_is_wrong_keeps_mpi_from_being_started(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "WRONG  launcher" in done.stdout and "world:" not in done.stdout
     assert run_doctor(tmp_path, PMIX_RANK="1").stdout == ""  # rank 0 speaks for all
+
+
+def test_a_silent_rank_does_not_leave_before_the_one_that_speaks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A launcher that sees it fail ends the other before it has said why."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setenv("DIST_INFER_CACHE", str(tmp_path / "cache"))
+    for rank in range(2):
+        monkeypatch.setenv("PMIX_RANK", str(rank))
+        assert doctor.doctor() == 1
+        assert slept == [doctor._SPEAKING_S] * rank

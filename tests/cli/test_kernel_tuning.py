@@ -10,7 +10,7 @@ from dist_infer.cli import kernel_tuning
 from dist_infer.cli.environment import Environment
 from dist_infer.cli.kernel_tuning import _tune, attention_of, experts_of, read_tuned
 from dist_infer.kernels import tune, tune_moe
-from dist_infer.kernels.measured import Measured
+from dist_infer.kernels.measured import Measured, exactly
 from dist_infer.kernels.tune import to_json
 from dist_infer.kernels.tune_moe import Layer
 from dist_infer.launch.failure import VotedError
@@ -58,8 +58,8 @@ def test_there_is_a_choice_on_a_gpu_only(tmp_path: Path) -> None:
 def test_only_what_was_measured_anew_is_replaced() -> None:
     def entry(device: str, experts: int, pairs: range) -> Measured:
         sizes = {"experts": experts, "width": 128, "intermediate": 128}
-        ranges = {name: range(size, size + 1) for name, size in sizes.items()}
-        return Measured(device=device, op="moe_experts", library="l", sizes={**ranges, "pairs": pairs}, figures="f")
+        ranges = {**exactly(sizes), "pairs": pairs}
+        return Measured(device=device, op="moe_experts", library="l", sizes=ranges, figures="f")
 
     replaced = [
         kernel_tuning._is_replaced(entry(*which), "dev", experts_of((LAYER,)))
