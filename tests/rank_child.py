@@ -5,6 +5,7 @@ which a test fails leaves at once: its peers may be waiting for it in a collecti
 """
 
 import faulthandler
+import gc
 import json
 import os
 import time
@@ -107,6 +108,10 @@ class RankRecorder:
         self.num_done += 1
         while not all(_size(path) >= self.num_done for path in self.done_files):
             time.sleep(_POLL_S)
+
+    def pytest_unconfigure(self) -> None:
+        """Leave at once: pytest and the interpreter would walk all objects of torch, again and again, for seconds."""
+        gc.freeze()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)

@@ -92,3 +92,13 @@ def test_a_closed_output_is_no_traceback() -> None:
     )
     os.close(write_end)
     assert b"Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("with_triton", [False, True])
+def test_the_end_spares_the_last_walk_unless_triton_would_complain(with_triton: bool) -> None:
+    script = (
+        "import gc, sys; from dist_infer.cli.main import main; "
+        f"sys.modules.update(dict.fromkeys({['triton'] * with_triton})); "
+        "main(['--version']); print(gc.get_freeze_count() > 0)"
+    )
+    assert run_python("-c", script).stdout.splitlines()[-1] == str(not with_triton)
