@@ -18,8 +18,9 @@ from torch import Tensor
 from dist_infer.kernels.cute import mla_shared_tiles
 from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.mla_call import Block, PackedLaunch, compile_arguments
+from dist_infer.kernels.cute.mla_clerk import NUM_STATES
 from dist_infer.kernels.cute.mla_launch import DTYPES, Variant
-from dist_infer.kernels.cute.mla_merge import MAX_CTAS, workspace_size
+from dist_infer.kernels.cute.mla_merge import EMPTY, workspace_size
 from dist_infer.kernels.cute.mla_tiles import LATENT, WIDTH
 from dist_infer.kernels.multiprocessors import num_multiprocessors
 
@@ -46,19 +47,19 @@ class Workspace:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.num_ctas = num_multiprocessors(device)
-        self.memory = torch.empty(workspace_size(rows, self.num_ctas), dtype=torch.float32, device=device)
+        self.memory = torch.full((workspace_size(rows, self.num_ctas),), EMPTY, dtype=torch.int32, device=device)
         self.states.zero_()
         self.address = self.memory.data_ptr()
 
     @property
     def states(self) -> Tensor:
         """What a launch needs to be zero. It leaves it so."""
-        return self.memory[:MAX_CTAS]
+        return self.memory[:NUM_STATES]
 
     @property
     def parts(self) -> Tensor:
-        """What a launch writes before it reads it."""
-        return self.memory[MAX_CTAS:]
+        """What a launch needs to be EMPTY. It leaves it so."""
+        return self.memory[NUM_STATES:]
 
 
 class Decode:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dist_infer.kernels.cute.mla_merge import hand_in, merge_parts
+from dist_infer.kernels.cute.mla_merge import merge_parts
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, keys_seen, normalise
 from dist_infer.kernels.cute.mla_tiles import (
     BLOCK,
@@ -33,7 +33,11 @@ SLOTS_OF_TILE = WIDTH // SLOT_COLUMNS
 NUM_SLOTS = 2 * SLOTS_OF_TILE  # each is always of the same warpgroup, see attend_few_rows
 _PAIR_BARRIER = 3
 _HALF = NUM_LATENT_BLOCKS // 2
-_TURN = 2  # blocks that are exchanged at once
+
+
+def blocks_at_once(rows):
+    """That a warpgroup gives the other when they become one: as shared memory has room for."""
+    return _HALF if rows <= 16 else _HALF // 2
 
 
 def score_mma(dtype, rows):
@@ -62,8 +66,8 @@ def attend_few_rows(
     queries: cute.Tensor,  # [row, column]
     probabilities: cute.Tensor,  # [row, token, warpgroup]
     maxima: cute.Tensor,  # [warpgroup, parity, warp, row]
-    stats: cute.Tensor,  # [warpgroup, sum of each warp and then the maximum, row]
-    exchange: cute.Tensor,  # [thread, value, block, warpgroup], on the queries' memory
+    stats: cute.Tensor,  # [sum of each warp and then both warpgroups' maxima, row]
+    exchange: cute.Tensor,  # [4 values, thread, quad, warpgroup]
     full: cute.Pointer,
     empty: cute.Pointer,
     q_full: cute.Pointer,
@@ -84,7 +88,6 @@ def attend_few_rows(
     lane = thread % 32
     row0, col0 = warp * 16 + lane // 4, lane % 4 * 2
     num_columns = cutlass.const_expr(num_rows // 4)
-    first_row = task.row_tile * num_rows
     qk, pv = score_mma(keys.element_type, num_rows), value_mma(keys.element_type, num_rows)
     qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
     f_k = qk_thread.make_fragment_A(qk_thread.partition_A(keys))
@@ -97,6 +100,8 @@ def attend_few_rows(
     maximum = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     total = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    other_factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    scores_of_rows = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     slot, phase = Int32(0), Int32(0)
     counter, parity, q_phase = Int32(0), Int32(0), Int32(0)
     first, seq, before = task.first, task.seq, task.before
@@ -174,15 +179,20 @@ def attend_few_rows(
                 slot -= num_slots
                 phase ^= 1
             tile += 1
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(q_empty)
         # the two warpgroups become one
+        if first != task.first:
+            cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)  # the other has taken what was given
         for c in cutlass.range_constexpr(num_columns):
             summed = total[c]
             for step in cutlass.range_constexpr(3):
                 summed += cute.arch.shuffle_sync_bfly(summed, 4 << step)
             if lane < 4:
-                stats[group, warp, column_of(col0, c)] = summed
+                stats[4 * group + warp, column_of(col0, c)] = summed
                 if warp == 0:
-                    stats[group, 4, column_of(col0, c)] = maximum[c]
+                    stats[8 + group, column_of(col0, c)] = maximum[c]
+        _give(num_rows, sums, 0, exchange, group, thread)
         cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
         whole = begin == 0 and stop == tiles
         starts = Int32(0)
@@ -190,42 +200,27 @@ def attend_few_rows(
             starts = Int32(1)
         where = part_slot(task.worker, task.row_tiles, task.row_tile, starts)
         for c in cutlass.range_constexpr(num_columns):
-            column = column_of(col0, c)
-            both = cute.arch.fmax(stats[0, 4, column], stats[1, 4, column])
+            of_row = stats[None, column_of(col0, c)].load()
+            both = cute.arch.fmax(of_row[8], of_row[9])
             reference = finite(both)
-            summed = Float32(0.0)
-            for g in cutlass.range_constexpr(2):
-                of_group = stats[g, 0, column] + stats[g, 1, column] + stats[g, 2, column] + stats[g, 3, column]
-                summed += of_group * exp2(stats[g, 4, column] - reference)
-            inverse, score = normalise(summed, both)
-            factor[c] = exp2(maximum[c] - reference) * inverse * task.value_scale
-            if thread_of_cta < 132 and group == 0 and first_row + column < task.rows:
-                if whole:
-                    task.lse[seq * task.rows + first_row + column] = score
-                else:
-                    task.part_lse[where, column] = score
-        _multiply(num_rows, sums, factor)
-        for turn in cutlass.range_constexpr(0, _HALF, _TURN):  # each gives the other half of the dims away
-            for idx in cutlass.range_constexpr(_TURN):
-                for v in cutlass.range_constexpr(num_rows // 2):
-                    given = sums[turn + idx][v]
-                    if group == 0:
-                        given = sums[_HALF + turn + idx][v]
-                    exchange[thread, v, idx, group] = given
-            cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
-            for idx in cutlass.range_constexpr(_TURN):
-                for v in cutlass.range_constexpr(num_rows // 2):
-                    kept = sums[_HALF + turn + idx][v]
-                    if group == 0:
-                        kept = sums[turn + idx][v]
-                    halves[turn + idx][v] = kept + exchange[thread, v, idx, 1 - group]
-            cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
-        _write(num_rows, task, halves, whole, seq, where, col0, _HALF * group * BLOCK + row0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(q_empty)
-        if not whole:
-            hand_in(stop == tiles)
+            first_weight, second_weight = exp2(of_row[8] - reference), exp2(of_row[9] - reference)
+            summed = (of_row[0] + of_row[1] + of_row[2] + of_row[3]) * first_weight
+            summed += (of_row[4] + of_row[5] + of_row[6] + of_row[7]) * second_weight
+            inverse, scores_of_rows[c] = normalise(summed, both)
+            factor[c], other_factor[c] = first_weight * inverse, second_weight * inverse
+            if group == 1:
+                factor[c], other_factor[c] = second_weight * inverse, first_weight * inverse
+        for turn in cutlass.range_constexpr(0, _HALF, blocks_at_once(num_rows)):
+            if cutlass.const_expr(turn > 0):
+                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+                _give(num_rows, sums, turn, exchange, group, thread)
+                cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
+            _take(num_rows, sums, turn, halves, factor, other_factor, exchange, group, thread)
+        if whole:
+            _write(num_rows, task, halves, scores_of_rows, seq, col0, _HALF * group * BLOCK + row0)
+        else:
+            first_unit = (_HALF * group * 4 + warp) * (num_rows // 8)
+            _leave(num_rows, task, halves, scores_of_rows, where, first_unit, lane)
         first = before + stop
         before += tiles
         seq += 1
@@ -264,31 +259,79 @@ def _multiply(num_rows: cutlass.Constexpr, sums, factor: cute.Tensor) -> None:
 
 
 @cute.jit
-def _write(
-    num_rows: cutlass.Constexpr,
-    task: Task,
-    halves,
-    whole: cutlass.Boolean,
-    seq: Int32,
-    slot: Int32,
-    col0: Int32,
-    dim0: Int32,
+def _give(
+    num_rows: cutlass.Constexpr, sums, turn: cutlass.Constexpr, exchange: cute.Tensor, group: Int32, thread: Int32
 ) -> None:
-    """A thread's values, to the call's output or to a part."""
+    """Blocks of the other warpgroup's half, in quads: 4 j .. 4 j + 3 of a fragment."""
+    for idx in cutlass.range_constexpr(blocks_at_once(num_rows)):
+        for j in cutlass.range_constexpr(num_rows // 8):
+            quad = idx * (num_rows // 8) + j
+            if group == 0:
+                exchange[None, thread, quad, 0].store(_quad(sums[_HALF + turn + idx], num_rows, j).load())
+            else:
+                exchange[None, thread, quad, 1].store(_quad(sums[turn + idx], num_rows, j).load())
+
+
+@cute.jit
+def _take(
+    num_rows: cutlass.Constexpr,
+    sums,
+    turn: cutlass.Constexpr,
+    halves,
+    factor: cute.Tensor,
+    other_factor: cute.Tensor,
+    exchange: cute.Tensor,
+    group: Int32,
+    thread: Int32,
+) -> None:
+    """What this warpgroup has kept and what the other has given become one."""
+    for idx in cutlass.range_constexpr(blocks_at_once(num_rows)):
+        for j in cutlass.range_constexpr(num_rows // 8):
+            given = exchange[None, thread, idx * (num_rows // 8) + j, 1 - group].load()
+            for i in cutlass.range_constexpr(4):
+                v, c = cutlass.const_expr(4 * j + i), cutlass.const_expr(2 * j + i % 2)
+                kept = sums[_HALF + turn + idx][v]
+                if group == 0:
+                    kept = sums[turn + idx][v]
+                halves[turn + idx][v] = kept * factor[c] + given[i] * other_factor[c]
+
+
+def _quad(fragment, num_rows, j):
+    return cute.make_tensor(fragment.iterator, cute.make_layout((4, num_rows // 8)))[None, j]
+
+
+@cute.jit
+def _write(
+    num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, seq: Int32, col0: Int32, dim0: Int32
+) -> None:
+    """A thread's values and logarithms, to the call's output."""
     for c in cutlass.range_constexpr(num_rows // 4):
         row = task.row_tile * num_rows + column_of(col0, c)
-        if whole:
-            if row < task.rows:
-                to = task.out[seq * task.rows + row, None]
-                for turn in cutlass.range_constexpr(_HALF):
-                    for h in cutlass.range_constexpr(2):
-                        value = halves[turn][c % 2 + 2 * h + c // 2 * 4]
-                        to[dim0 + (turn * BLOCK + 8 * h)] = value.to(task.out.element_type)
-        else:
-            part = task.part_out[slot, column_of(col0, c), None]
-            for turn in cutlass.range_constexpr(_HALF):
+        if row < task.rows:
+            to = task.out[seq * task.rows + row, None]
+            for block in cutlass.range_constexpr(_HALF):
                 for h in cutlass.range_constexpr(2):
-                    part[dim0 + (turn * BLOCK + 8 * h)] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
+                    value = halves[block][c % 2 + 2 * h + c // 2 * 4]
+                    to[dim0 + (block * BLOCK + 8 * h)] = value.to(task.out.element_type)
+            if dim0 == 0:
+                task.lse[seq * task.rows + row] = scores[c]
+
+
+@cute.jit
+def _leave(
+    num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, slot: Int32, first_unit: Int32, lane: Int32
+) -> None:
+    """A warp's units of a part, 16 dims of 8 rows each: lane i's quad, and two logarithms of lanes 0 .. 3."""
+    two = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    for block in cutlass.range_constexpr(_HALF):
+        for j in cutlass.range_constexpr(num_rows // 8):
+            unit = first_unit + (block * (num_rows // 2) + j)
+            cute.local_tile(task.part_out[slot, unit, None], (4,), (lane,)).store(
+                _quad(halves[block], num_rows, j).load()
+            )
+            two[0], two[1] = scores[2 * j], scores[2 * j + 1]
+            if lane < 4:
+                cute.local_tile(task.part_lse[slot, unit, None], (2,), (lane,)).store(two.load())
 
 
 def column_of(col0, c):

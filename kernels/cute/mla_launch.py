@@ -16,14 +16,17 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dist_infer.kernels.cute import mla_few_rows, mla_many_rows, mla_narrow, mla_operands, mla_shared_tiles
-from dist_infer.kernels.cute.mla_load import load_tiles
+from dist_infer.kernels.cute.mla_clerk import DUTY, keep_count
+from dist_infer.kernels.cute.mla_load import load_queries, load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
-from dist_infer.kernels.cute.mla_merge import DUTY, SCRATCH, keep_count, parts_in
-from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task, fetch_table, plan_work
+from dist_infer.kernels.cute.mla_merge import SCRATCH, parts_in
+from dist_infer.kernels.cute.mla_plan import fetch_table, plan_ahead
+from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _THREADS = 384
-_MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_tiles.plan_work
+_TILES_AHEAD = 1  # that a CTA brings into the L2 cache while the launch before still runs
+_MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,11 @@ class Variant:
         if self.narrow:
             return mla_narrow.NUM_SLOTS
         return mla_few_rows.NUM_SLOTS
+
+    @property
+    def exchange_size(self) -> int:
+        """Floats that the warpgroups of up to 32 rows give each other at once."""
+        return 1 if self.many or self.narrow else 128 * self.rows * mla_few_rows.blocks_at_once(self.rows)
 
     @property
     def block_words(self) -> int:
@@ -133,7 +141,8 @@ class Launch:
             work: cute.struct.MemRange[Int32, 8]
             duty: cute.struct.MemRange[Int32, DUTY[0] * DUTY[1]]
             maxima: cute.struct.MemRange[Float32, 1 if v.many else 16 * n]
-            stats: cute.struct.MemRange[Float32, (6 if v.many else 10) * n]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, (6 if v.many else 12) * n], 16]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, v.exchange_size], 16]
             query_sizes: cute.struct.MemRange[Int32, 8]
             probabilities: cute.struct.Align[
                 cute.struct.MemRange[self.dtype, 1 if v.many else cute.cosize(probabilities_layout)], 1024
@@ -154,6 +163,7 @@ class Launch:
             queries_layout,
             query_box_layout,
             probabilities_layout,
+            cache_rows,
             page_table,
             kv_lens,
             out,
@@ -188,6 +198,7 @@ class Launch:
         queries_layout: cute.ComposedLayout,
         query_box_layout: cute.ComposedLayout,
         probabilities_layout: cute.ComposedLayout,
+        cache_rows: cute.Tensor,
         page_table: cute.Tensor,
         kv_lens: cute.Tensor,
         out: cute.Tensor,
@@ -217,9 +228,7 @@ class Launch:
         queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
         query_box = cute.make_tensor(cute.recast_ptr(queries.iterator, query_box_layout.inner), query_box_layout.outer)
         probabilities = storage.probabilities.get_tensor(probabilities_layout.outer, swizzle=probabilities_layout.inner)
-        if warp == 0:
-            cpasync.prefetch_descriptor(k_tma)
-            cpasync.prefetch_descriptor(q_tma)
+        if warp == 1:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(v.num_slots):
                     cute.arch.mbarrier_init(full + slot, 1)
@@ -238,9 +247,25 @@ class Launch:
             cute.arch.cluster_wait()
         if warp == 2:
             fetch_table(page_table, cta, num_ctas)
+        known, later = Int32(0), Int32(0)
+        if warp == 0:
+            cpasync.prefetch_descriptor(k_tma)
+            cpasync.prefetch_descriptor(q_tma)
+            known, later = plan_ahead(
+                v.box,
+                v.page_size,
+                _TILES_AHEAD,
+                cache_rows,
+                page_table,
+                kv_lens,
+                work,
+                num_ctas // row_tiles,
+                worker,
+                _MANY_PARTS[v.many],
+                layers,
+                layer,
+            )
         cute.arch.griddepcontrol_wait()  # lengths and tables may come from the launch before
-        if warp == 1:
-            plan_work(kv_lens, work, num_ctas // row_tiles, worker, _MANY_PARTS[v.many])
         cute.arch.sync_threads()
         first, end, seq, before, chunk, total = (cute.arch.make_warp_uniform(work[place]) for place in range(6))
         cute.arch.griddepcontrol_launch_dependents()
@@ -249,7 +274,7 @@ class Launch:
             at = cute.make_ptr(Float32, cache_scale, cute.AddressSpace.gmem, assumed_align=4)
             value_scale = cute.make_tensor(at, cute.make_layout(1))[0]
             scale = scale * value_scale
-        part_out, part_lse, arrivals = parts_in(workspace, n, num_ctas)
+        part_out, part_lse, states = parts_in(workspace, n, not (v.many or v.narrow), num_ctas)
         task = Task(
             page_table=page_table,
             kv_lens=kv_lens,
@@ -257,7 +282,7 @@ class Launch:
             lse=lse,
             part_out=part_out,
             part_lse=part_lse,
-            arrivals=arrivals,
+            states=states,
             rows=rows,
             row_tiles=row_tiles,
             row_tile=row_tile,
@@ -298,23 +323,22 @@ class Launch:
                     load_tiles(
                         k_tma,
                         k_coords,
-                        q_tma,
-                        q_coords,
                         boxes,
-                        query_box,
                         full,
                         empty,
-                        q_full,
-                        q_empty,
                         v.page_size,
                         mla_few_rows.SLOT_BLOCKS,
                         mla_few_rows.SLOTS_OF_TILE,
                         v.num_slots,
                         v.pair,
+                        known,
+                        later,
                         task,
                     )
             if warp == 1:
                 keep_count(task, duty)
+            if cutlass.const_expr(not v.many) and warp == 2:
+                load_queries(q_tma, q_coords, query_box, q_full, q_empty, task)
         if warp >= 4:
             cute.arch.setmaxregister_increase(232 if v.narrow and n == 32 else 224)
             queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
@@ -369,8 +393,8 @@ class Launch:
                     queries,
                     probabilities,
                     storage.maxima.get_tensor(cute.make_layout((2, 2, 4, n), stride=(8 * n, 4 * n, n, 1))),
-                    storage.stats.get_tensor(cute.make_layout((2, 5, n), stride=(5 * n, n, 1))),
-                    cute.make_tensor(queries_memory, cute.make_layout((128, n // 2, 2, 2))),
+                    storage.stats.get_tensor(cute.make_layout((12, n))),
+                    storage.exchange.get_tensor(cute.make_layout((4, 128, v.exchange_size // 1024, 2))),
                     full,
                     empty,
                     q_full,

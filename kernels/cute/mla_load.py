@@ -1,4 +1,4 @@
-"""The producer warp of a latent decode: queries and tiles of the cache into shared memory by TMA."""
+"""The producer warps of a latent decode: queries and tiles of the cache into shared memory by TMA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,31 +11,56 @@ _BOTH = Int16(3)
 
 
 @cute.jit
+def load_queries(
+    q_tma: cute.CopyAtom,
+    q_coords: cute.Tensor,
+    query_box: cute.Tensor,
+    q_full: cute.Pointer,
+    q_empty: cute.Pointer,
+    task: Task,
+) -> None:
+    """Each sequence's queries, once the consumers are done with those before."""
+    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
+    phase = Int32(1)  # the phase before the first counts as done
+    first, seq, before = task.first, task.seq, task.before
+    while first < task.end:
+        cute.arch.mbarrier_wait(q_empty, phase)
+        phase ^= 1
+        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
+        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
+        q_to, q_from = cpasync.tma_partition(
+            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
+        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
+        before += tiles_of(task.kv_lens, seq)
+        first = before
+        seq += 1
+
+
+@cute.jit
 def load_tiles(
     k_tma: cute.CopyAtom,
     k_coords: cute.Tensor,
-    q_tma: cute.CopyAtom,
-    q_coords: cute.Tensor,
     boxes: cute.Tensor,
-    query_box: cute.Tensor,
     full: cute.Pointer,
     empty: cute.Pointer,
-    q_full: cute.Pointer,
-    q_empty: cute.Pointer,
     page_size: cutlass.Constexpr,
     slot_blocks: cutlass.Constexpr,
     slots_of_tile: cutlass.Constexpr,
     num_slots: cutlass.Constexpr,
     pair: cutlass.Constexpr,
+    known: Int32,
+    later: Int32,
     task: Task,
 ) -> None:
-    """Each sequence's queries, then its tiles as slots of a ring become free. Lane i knows boxes i and i + 32 of 64.
+    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64, of the first sequence beforehand.
 
     In a pair of CTAs each loads every other slot into both.
     """
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
-    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
     box_blocks = cutlass.const_expr(cute.size(boxes, mode=[2]))
     columns = cutlass.const_expr(cute.size(boxes, mode=[1]))
@@ -45,7 +70,7 @@ def load_tiles(
     )
     places = cute.make_rmem_tensor(cute.make_layout(boxes_of_tile), Int32)
     slot = Int32(0)
-    phase, q_phase = Int32(1), Int32(1)  # the phase before the first counts as done
+    phase = Int32(1)  # the phase before the first counts as done
     first, seq, before = task.first, task.seq, task.before
     while first < task.end:
         tiles = tiles_of(task.kv_lens, seq)
@@ -54,18 +79,9 @@ def load_tiles(
         kv_len = task.kv_lens[seq]
         box_idx = tile * boxes_of_tile
         base = box_idx
-        known = box_place(task, seq, kv_len, base + lane, box, page_size)
-        later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
-        cute.arch.mbarrier_wait(q_empty, q_phase)
-        q_phase ^= 1
-        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
-        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
-        q_to, q_from = cpasync.tma_partition(
-            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
-        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
+        if first != task.first:
+            known = box_place(task, seq, kv_len, base + lane, box, page_size)
+            later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
         while tile < stop:
             for segment in cutlass.range_constexpr(boxes_of_tile):
                 if box_idx - base == 32:

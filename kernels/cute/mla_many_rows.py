@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from dist_infer.kernels.cute.mla_merge import hand_in, merge_parts
+from dist_infer.kernels.cute.mla_merge import leave_score, merge_parts, rows_of_part
 from dist_infer.kernels.cute.mla_rows import ROWS_OF_WARP, write_rows
 from dist_infer.kernels.cute.mla_shared_tiles import (
     HALF_DIMS,
@@ -148,8 +148,6 @@ def attend_many_rows(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(q_empty)
         q_phase ^= 1
-        if begin > 0 or stop < tiles:
-            hand_in(stop == tiles)
         first = before + stop
         before += tiles
         seq += 1
@@ -195,13 +193,12 @@ def _write(
             if whole:
                 task.lse[seq * task.rows + row0 + row] = logarithm
             else:
-                task.part_lse[where, row] = logarithm
+                leave_score(task, where, row, logarithm)
     warp = cute.arch.make_warp_uniform(thread // 32)
+    count = cutlass.max(cutlass.min(task.rows - row0 - first_row, Int32(ROWS_OF_WARP)), Int32(0))
     if whole:
-        count = cutlass.max(cutlass.min(task.rows - row0 - first_row, Int32(ROWS_OF_WARP)), Int32(0))
         row = seq * task.rows + row0 + first_row
         write_rows(sums, inverses, staging, warp, task.out, row, count, group, lane)
     else:
-        part = task.part_out[where, None, None]
         wide = cute.recast_ptr(staging, dtype=Float32)
-        write_rows(sums, inverses, wide, warp, part, first_row, Int32(ROWS_OF_WARP), group, lane)
+        write_rows(sums, inverses, wide, warp, rows_of_part(task, where), first_row, count, group, lane)

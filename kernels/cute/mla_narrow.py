@@ -12,7 +12,7 @@ from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dist_infer.kernels.cute.mla_few_rows import column_of, largest_of_warp, mask
-from dist_infer.kernels.cute.mla_merge import hand_in, merge_parts
+from dist_infer.kernels.cute.mla_merge import leave_score, merge_parts, rows_of_part
 from dist_infer.kernels.cute.mla_operands import (
     BLOCK_BYTES,
     ROW_BYTES,
@@ -241,7 +241,7 @@ def attend_narrow(
                 if whole:
                     task.lse[seq * task.rows + first_row + column] = score
                 else:
-                    task.part_lse[where, column] = score
+                    leave_score(task, where, column, score)
         _multiply(num_rows, sums, factor)
         for turn in cutlass.range_constexpr(0, _HALF, _TURN):  # each gives the other half of the dims away
             for idx in cutlass.range_constexpr(_TURN):
@@ -262,8 +262,6 @@ def attend_narrow(
         cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(q_empty)
-        if not whole:
-            hand_in(stop == tiles)
         first = before + stop
         before += tiles
         seq += 1
@@ -333,8 +331,8 @@ def _write(
                     for h in cutlass.range_constexpr(2):
                         values[h] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
                     twos[None, dim0 // 2 + turn * (BLOCK // 2)].store(values.load().to(task.out.element_type))
-        else:
-            twos = cute.local_tile(task.part_out[slot, column_of(col0, c), None], (2,), (None,))
+        elif row < task.rows:
+            twos = cute.local_tile(rows_of_part(task, slot)[column_of(col0, c), None], (2,), (None,))
             for turn in cutlass.range_constexpr(_HALF):
                 for h in cutlass.range_constexpr(2):
                     values[h] = halves[turn][c % 2 + 2 * h + c // 2 * 4]

@@ -25,7 +25,7 @@ NUM_LATENT_BLOCKS = LATENT // BLOCK
 class Task:
     """What a CTA knows: the call's arguments, and its tiles [first, end), of which the first is of sequence `seq`.
 
-    Shapes: see `mla_decode.mla_decode`; `arrivals` has a state for each CTA (see mla_merge).
+    Shapes: see `mla_decode.mla_decode`; `states` are of the merge (see mla_merge).
     """
 
     page_table: cute.Tensor
@@ -34,7 +34,7 @@ class Task:
     lse: cute.Tensor
     part_out: cute.Tensor
     part_lse: cute.Tensor
-    arrivals: cute.Tensor
+    states: cute.Tensor
     rows: Int32  # of a sequence
     row_tiles: Int32
     row_tile: Int32
@@ -53,85 +53,18 @@ class Task:
 
 
 @cute.jit
+def num_tiles(kv_len: Int32) -> Int32:
+    """Of a sequence; without tokens it has one."""
+    return cutlass.max((kv_len + TILE - 1) // TILE, Int32(1))
+
+
+@cute.jit
 def tiles_of(kv_lens: cute.Tensor, seq: Int32) -> Int32:
     """The tiles of a sequence, 0 beyond the last one."""
     tiles = Int32(0)
     if seq < kv_lens.shape[0]:
-        tiles = cutlass.max((kv_lens[seq] + TILE - 1) // TILE, Int32(1))
+        tiles = num_tiles(kv_lens[seq])
     return tiles
-
-
-@cute.jit
-def plan_work(
-    kv_lens: cute.Tensor, work: cute.Tensor, num_workers: Int32, worker: Int32, many_parts: cutlass.Constexpr
-) -> None:
-    """One warp writes what a worker does: work = [first tile, end, its sequence, tiles before it, chunk, total].
-
-    Each lane counts the tiles of a run of sequences. Merging more than `many_parts` of a sequence takes longer than
-    giving each of them a second tile.
-    """
-    lane = cute.arch.lane_idx()
-    run = (kv_lens.shape[0] + 31) // 32
-    own = Int32(0)
-    longest = Int32(1)
-    for idx in cutlass.range(run, unroll=4):
-        tiles = tiles_of(kv_lens, lane * run + idx)
-        own += tiles
-        longest = cutlass.max(longest, tiles)
-    upto = own  # of the lanes up to this one
-    for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(upto, 1 << step)
-        if lane >= (1 << step):
-            upto += other
-    total = cute.arch.shuffle_sync(upto, 31)
-    chunk = _chunk_of(total, cute.arch.warp_redux_sync(longest, "max"), num_workers, many_parts)
-    first = worker * chunk
-    if first < total:
-        passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= first))
-        seq = passed * run
-        before = cute.arch.shuffle_sync(upto - own, passed)
-        tiles = tiles_of(kv_lens, seq)
-        while before + tiles <= first:
-            before += tiles
-            seq += 1
-            tiles = tiles_of(kv_lens, seq)
-        if lane == 0:
-            work[2] = seq
-            work[3] = before
-    if lane == 0:
-        work[0] = first
-        work[1] = cutlass.min(first + chunk, total)
-        work[4] = chunk
-        work[5] = total
-
-
-@cute.jit
-def fetch_table(page_table: cute.Tensor, cta: Int32, num_ctas: Int32) -> None:
-    """A warp's share of bringing the page table into the L2 cache; what it says may still change."""
-    lines = (page_table.shape[1] + 31) // 32  # of 128 bytes
-    line = cta * 32 + cute.arch.lane_idx()
-    while line < page_table.shape[0] * lines:
-        place = cute.domain_offset((line // lines, line % lines * 32), page_table).iterator
-        cute.arch.prefetch(place.to_llvm_ptr(), cache_level="L2")
-        line += num_ctas * 32
-
-
-@cute.jit
-def _chunk_of(total: Int32, longest: Int32, num_workers: Int32, many_parts: cutlass.Constexpr) -> Int32:
-    """Tiles of a worker: an even share, or what cuts sequences of equal length at equal places or nowhere.
-
-    The latter if it costs at most a sixteenth and a tile: then no worker has the end of one and the start of another.
-    """
-    chunk = (total + num_workers - 1) // num_workers
-    equal = (chunk + longest - 1) // longest * longest
-    if chunk < longest:
-        parts = longest // chunk
-        equal = (longest + parts - 1) // parts
-    if equal * 16 <= chunk * 17 + 16:
-        chunk = equal
-    if chunk == 1 and longest > many_parts:
-        chunk = Int32(2)
-    return chunk
 
 
 @cute.jit

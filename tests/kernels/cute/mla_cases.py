@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.cute import mla_decode as op
+from dist_infer.kernels.cute.mla_merge import EMPTY
 
 SCALE = 192**-0.5
 
@@ -69,10 +70,9 @@ class Case:
         return op.Workspace(op.choose_rows(self.q.shape[1] * self.query_len), self.q.device)
 
     def run(self, space: op.Workspace, num_workers: int | None = None) -> tuple[Tensor, Tensor]:
-        """(out [S * Q, N, 512], lse [S * Q, N]); all that the launch should write is NaN before."""
+        """(out [S * Q, N, 512], lse [S * Q, N]); what the launch should write is NaN before."""
         out = torch.full((*self.q.shape[:2], 512), float("nan"), dtype=self.q.dtype, device="cuda")
         lse = torch.full((self.q.shape[0] * self.q.shape[1],), float("nan"), device="cuda")
-        space.parts.fill_(float("nan"))
         op.mla_decode(
             self.q,
             self.rows,
@@ -117,4 +117,10 @@ def check(case: Case, space: op.Workspace, num_workers: int | None = None) -> No
     assert torch.equal(lse.isneginf(), ~seen)
     torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=2e-5)
     assert (out[~seen] == 0).all()
-    assert not space.states.view(torch.int32).any()
+    check_left(space)
+
+
+def check_left(space: op.Workspace) -> None:
+    """What a launch leaves to the next one."""
+    assert not space.states.any()
+    assert (space.parts == EMPTY).all()
