@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_mla_decode_fp8 [--peers FOLDER]
 
-One layer's attention over cached latents of E4M3 with one scale, queries and results in bf16, 16-bit products;
+One layer's attention over cached latents of E4M3 with one scale, queries and results in bf16, weights in float16;
 one query a sequence, pages of 64 in random order, uniform lengths; the products with kv_b are not part of it.
-The first and the last sequence of each case are checked against float64. FlashMLA (see vllm_wheel) has
-queries in E4M3 too, and is checked against those.
+Where a case says so, queries are rounded to E4M3. The first and the last sequence of each case are checked
+against float64. FlashMLA (see vllm_wheel) always has queries in E4M3, and is checked against those.
 """
 
 import sys
@@ -42,14 +42,16 @@ class Inputs(NamedTuple):
     narrow_q: Tensor  # the same queries in E4M3
 
 
-def cases() -> Iterator[tuple[str, int, int, int]]:
-    """(name, heads, batch, context)."""
+def cases() -> Iterator[tuple[str, int, int, int, bool]]:
+    """(name, heads, batch, context, whether queries are rounded)."""
     for heads, shapes in CASES.items():
         for batch, kv_len in shapes:
-            yield f"fp8 cache decode h={heads} q=1 b={batch} kv={kv_len}", heads, batch, kv_len
+            yield f"fp8 cache decode h={heads} q=1 b={batch} kv={kv_len}", heads, batch, kv_len, False
+    for batch, kv_len in CASES[128]:
+        yield f"fp8 cache decode h=128 q=1 b={batch} kv={kv_len} rounded queries", 128, batch, kv_len, True
 
 
-def measure(name: str, heads: int, batch: int, kv_len: int, folder: Path | None = None) -> Row:
+def measure(name: str, heads: int, batch: int, kv_len: int, rounded: bool, folder: Path | None = None) -> Row:
     """One row.
 
     Errors: BenchmarkError for a wrong result.
@@ -57,7 +59,7 @@ def measure(name: str, heads: int, batch: int, kv_len: int, folder: Path | None 
     num_pages = -(-kv_len // PAGE_SIZE)
     kv_lens = torch.full((batch,), kv_len, dtype=torch.int32, device=DEVICE)
     cache_scale = torch.full((1,), CACHE_SCALE, device=DEVICE)
-    space = Workspace(choose_rows(heads, narrow=True), DEVICE)
+    space = Workspace(choose_rows(heads), DEVICE)
 
     def make_inputs(idx: int) -> Inputs:
         generator = torch.Generator(DEVICE).manual_seed(idx)
@@ -66,6 +68,8 @@ def measure(name: str, heads: int, batch: int, kv_len: int, folder: Path | None 
         rows = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
         table = torch.randperm(batch * num_pages, device=DEVICE, generator=generator).int().view(batch, num_pages)
         narrow = torch.float8_e4m3fn
+        if rounded:  # then nothing is lost
+            q = q.to(torch.float8_e4m3fn).bfloat16()
         return Inputs(q, (2 * rows).clamp(-448, 448).to(narrow), table, q.to(narrow))
 
     def run(inputs: Inputs) -> list[Tensor]:
@@ -82,6 +86,7 @@ def measure(name: str, heads: int, batch: int, kv_len: int, folder: Path | None 
             workspace=space,
             out=out,
             cache_scale=cache_scale,
+            rounded_queries=rounded,
         )
         return [out]
 

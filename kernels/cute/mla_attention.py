@@ -52,8 +52,8 @@ def plan_mla_attention(
         return out
 
     def prepare(folded: Tensor, cache_rows: Tensor) -> Decode:
-        heads, narrow = folded.shape[1], cache_rows.dtype == torch.float8_e4m3fn
-        rows = choose_rows(heads, narrow=narrow)
+        heads = folded.shape[1]
+        rows = choose_rows(heads)
         space = workspace(rows, folded.device)
         return Decode(
             folded,

@@ -29,14 +29,9 @@ ROW_COUNTS = (8, 16, 32, mla_shared_tiles.NUM_ROWS)
 MAX_HEADS = 128
 
 
-def choose_rows(rows: int, *, narrow: bool = False) -> int:
-    """The padded query rows of a CTA for so many rows a sequence; of a cache of E4M3 at most 32."""
-    counts = _row_counts(narrow)
-    return next((count for count in counts if rows <= count), counts[-1])
-
-
-def _row_counts(narrow: bool) -> tuple[int, ...]:
-    return ROW_COUNTS[:3] if narrow else ROW_COUNTS
+def choose_rows(rows: int) -> int:
+    """The padded query rows of a CTA for so many rows a sequence."""
+    return next((count for count in ROW_COUNTS if rows <= count), ROW_COUNTS[-1])
 
 
 class Workspace:
@@ -82,6 +77,7 @@ class Decode:
         lse: Tensor | None = None,
         layers: int = 1,
         num_workers: int | None = None,
+        rounded_queries: bool = False,
     ) -> None:
         self._call = _prepare(
             q.shape,
@@ -93,6 +89,7 @@ class Decode:
             query_len,
             scale,
             num_workers,
+            rounded_queries,
             workspace.num_ctas,
         )
         _check_memory(q, cache_rows, page_table, kv_lens)
@@ -171,6 +168,7 @@ def mla_decode(
     layer: int = 0,
     num_workers: int | None = None,
     cache_scale: Tensor | None = None,
+    rounded_queries: bool = False,
 ) -> Tensor:
     """Fills `out` with the attended latents; the base-2 logarithm of each row's sum of exponentials.
 
@@ -178,9 +176,10 @@ def mla_decode(
     Products of two 16-bit numbers are summed in float32, weights are rounded to the dtype of the cache. A row that sees
     no key gives 0 and -inf. What lies beyond kv_len never shows.
 
-    With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16. Products are then of
-    float16, in which E4M3 is exact, and q but for what is below 2^-38 of a sequence's largest value; weights are
-    rounded to float16, those below 2^-39 of the largest one to 0. Sums are in float32, results are bfloat16.
+    With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16. Queries are then exact
+    but for what is below 2^-17 of a row's largest value, unless they are to be rounded: to E4M3, each row times a power
+    of two. Scores are sums of 13 bits over a third of the dims, and of float32 above (see mla_narrow_keys). Weights are
+    rounded to float16, those below 2^-31 of the largest one to 0; their products are summed in float32.
 
     The table holds logical page ids p; of a pool that keeps all layers of a page side by side, a layer's page is in
     slot p * layers + layer. `lse` is written if given. `num_workers` bounds the CTAs of a row tile, thereby the parts
@@ -211,6 +210,7 @@ def mla_decode(
         lse=lse,
         layers=layers,
         num_workers=num_workers,
+        rounded_queries=rounded_queries,
     )
     decode(q, cache_rows, out, layer=layer, cache_scale=cache_scale)
     return decode.lse
@@ -255,6 +255,7 @@ def _prepare(
     query_len: int,
     scale: float,
     num_workers: int | None,
+    rounded_queries: bool,
     num_ctas: int,
 ) -> _Call:
     """What calls of equal shapes have in common."""
@@ -267,20 +268,29 @@ def _prepare(
         and dtype in DTYPES
         and 0 < heads <= MAX_HEADS
         and num_tokens == num_seqs * query_len
+        and narrow >= rounded_queries
     )
     if not fits:
         raise ValueError(
             f"mla_decode: q {dtype} {list(q_shape)}, cache {cache_dtype} of width {cache_width}, {num_seqs} sequences"
             f" of {query_len} queries or pages of {page_size} don't fit"
         )
-    rows = choose_rows(query_len * heads, narrow=narrow)
+    rows = choose_rows(query_len * heads)
     row_tiles = -(-query_len * heads // rows)
     most = num_ctas // row_tiles
     if num_workers is not None and not 1 <= num_workers <= most:
         raise ValueError(f"mla_decode: num_workers is {num_workers}, this device has room for 1 to {most}")
-    pair = rows == _row_counts(narrow)[-1] and row_tiles % 2 == 0
+    pair = rows == ROW_COUNTS[-1] and row_tiles % 2 == 0 and not narrow
+    variant = Variant(
+        rows=rows,
+        page_size=page_size,
+        dtype=dtype,
+        pair=pair,
+        narrow=narrow,
+        query_parts=1 if rounded_queries else 2,
+    )
     return _Call(
-        run=compiled(Variant(rows=rows, page_size=page_size, dtype=dtype, pair=pair, narrow=narrow)),
+        run=compiled(variant),
         num_rows=num_tokens * heads,
         scale=scale * math.log2(math.e),
         num_workers=num_workers or most,

@@ -2,8 +2,8 @@
 
 Persistent CTAs of three warpgroups. In the first one warp keeps shared memory full by TMA (mla_load, mla_load_pairs)
 and one is the clerk, which plans the CTA's work (mla_tiles) and keeps count of the parts of sequences that were cut
-(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64, mla_narrow over a cache of
-E4M3) and merge those parts.
+(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64; over a cache of E4M3
+mla_narrow and mla_narrow_pairs) and merge those parts.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,17 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cuda.bindings import driver
-from cutlass import Float32, Int32, Int64
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dist_infer.kernels.cute import mla_few_rows, mla_many_rows, mla_narrow, mla_operands, mla_shared_tiles
+from dist_infer.kernels.cute import (
+    mla_few_rows,
+    mla_many_rows,
+    mla_narrow,
+    mla_narrow_pairs,
+    mla_operands,
+    mla_shared_tiles,
+)
 from dist_infer.kernels.cute.mla_clerk import DUTY, keep_count
 from dist_infer.kernels.cute.mla_load import load_queries, load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
@@ -33,7 +40,7 @@ _MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_pl
 class Variant:
     """What is compiled apart. `rows` are the query rows of a CTA, padded; in pairs, two CTAs load for each other.
 
-    A narrow one reads a cache of E4M3, as 16-bit words of two.
+    A narrow one, never in pairs, reads a cache of E4M3, as 16-bit words of two; its queries are sums of so many E4M3.
     """
 
     rows: int
@@ -41,6 +48,7 @@ class Variant:
     dtype: torch.dtype
     pair: bool = False
     narrow: bool = False
+    query_parts: int = 2
 
     @property
     def many(self) -> bool:
@@ -48,12 +56,17 @@ class Variant:
         return self.rows == mla_shared_tiles.NUM_ROWS
 
     @property
+    def staged(self) -> bool:
+        """Tiles come into two stages, block by block, not into a ring of slots."""
+        return self.many and not self.narrow
+
+    @property
     def num_slots(self) -> int:
         """Of three blocks, those of two tiles, or of four where they are narrow; of 64 rows, blocks of two stages."""
-        if self.many:
+        if self.staged:
             return mla_shared_tiles.NUM_STAGES * NUM_BLOCKS
         if self.narrow:
-            return mla_narrow.NUM_SLOTS
+            return 11 if self.many else mla_narrow.NUM_SLOTS
         return mla_few_rows.NUM_SLOTS
 
     @property
@@ -74,7 +87,7 @@ class Variant:
     @property
     def box_blocks(self) -> int:
         """Blocks that one TMA load takes: a slot's where its tokens follow each other, else one."""
-        return 1 if self.many or self.box < TILE else mla_few_rows.SLOT_BLOCKS
+        return 1 if self.staged or self.box < TILE else mla_few_rows.SLOT_BLOCKS
 
 
 class Launch:
@@ -112,7 +125,7 @@ class Launch:
         if cutlass.const_expr(v.narrow):
             cache_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, self.dtype)
         mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.dtype)
-        slot_blocks = 1 if v.many else mla_few_rows.SLOT_BLOCKS
+        slot_blocks = 1 if v.staged else mla_few_rows.SLOT_BLOCKS
         num_blocks = slot_blocks * slots
         keys_layout = cute.tile_to_shape(cache_atom, (TILE, v.block_words * slot_blocks, slots), order=(0, 1, 2))
         values_layout = cute.tile_to_shape(mn_atom, (BLOCK, TILE, num_blocks), order=(1, 0, 2))
@@ -138,14 +151,16 @@ class Launch:
             q_full: cute.struct.MemRange[Int64, 1]
             q_empty: cute.struct.MemRange[Int64, 1]
             p_full: cute.struct.MemRange[Int64, 2]
+            p_empty: cute.struct.MemRange[Int64, 2]
             work: cute.struct.MemRange[Int32, 8]
             duty: cute.struct.MemRange[Int32, DUTY[0] * DUTY[1]]
             maxima: cute.struct.MemRange[Float32, 1 if v.many else 16 * n]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, (6 if v.many else 12) * n], 16]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, v.exchange_size], 16]
-            query_sizes: cute.struct.MemRange[Int32, 8]
+            query_scales: cute.struct.MemRange[Float32, n]
+            raised: cute.struct.MemRange[Int32, 8]
             probabilities: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, 1 if v.many else cute.cosize(probabilities_layout)], 1024
+                cute.struct.MemRange[self.dtype, 1 if v.staged else cute.cosize(probabilities_layout)], 1024
             ]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(queries_layout)], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(keys_layout)], 1024]
@@ -221,7 +236,7 @@ class Launch:
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
-        p_full = storage.p_full.data_ptr()
+        p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
         work = storage.work.get_tensor(cute.make_layout(8))
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
         boxes = cute.make_tensor(cute.recast_ptr(keys.iterator, boxes_layout.inner), boxes_layout.outer)
@@ -232,13 +247,14 @@ class Launch:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(v.num_slots):
                     cute.arch.mbarrier_init(full + slot, 1)
-                    cute.arch.mbarrier_init(empty + slot, 8 if v.pair else 4)  # the warps of a warpgroup, or of two
+                    cute.arch.mbarrier_init(empty + slot, 8 if v.pair or (v.many and v.narrow) else 4)
                 for group in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(p_full + group, 4)
+                    cute.arch.mbarrier_init(p_empty + group, 8)
                 cute.arch.mbarrier_init(q_full, 1)
                 cute.arch.mbarrier_init(q_empty, 8)
             cute.arch.mbarrier_init_fence()
-            if cutlass.const_expr(v.many):
+            if cutlass.const_expr(v.staged):
                 with cute.arch.elect_one():
                     for slot in cutlass.range_constexpr(v.num_slots):
                         cute.arch.mbarrier_arrive_and_expect_tx(full + slot, BLOCK_BYTES)
@@ -301,9 +317,9 @@ class Launch:
         )
         duty = storage.duty.get_tensor(cute.make_layout(DUTY))
         if warp < 4:
-            cute.arch.setmaxregister_decrease(40 if v.narrow and n == 32 else 56)
+            cute.arch.setmaxregister_decrease(40 if v.narrow and n >= 32 else 56)
             if warp == 0:
-                if cutlass.const_expr(v.many):
+                if cutlass.const_expr(v.staged):
                     load_pairs(
                         v.pair,
                         k_tma,
@@ -330,20 +346,33 @@ class Launch:
                         mla_few_rows.SLOT_BLOCKS,
                         mla_few_rows.SLOTS_OF_TILE,
                         v.num_slots,
-                        v.pair,
                         known,
                         later,
                         task,
                     )
             if warp == 1:
                 keep_count(task, duty)
-            if cutlass.const_expr(not v.many) and warp == 2:
+            if cutlass.const_expr(not v.staged) and warp == 2:
                 load_queries(q_tma, q_coords, query_box, q_full, q_empty, task)
         if warp >= 4:
-            cute.arch.setmaxregister_increase(232 if v.narrow and n == 32 else 224)
+            cute.arch.setmaxregister_increase(232 if v.narrow and n >= 32 else 224)
             queries_memory = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
+            byte_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float8E4M3FN)
+            byte_blocks = (TILE, BLOCK, mla_few_rows.SLOT_BLOCKS * v.num_slots)
+            byte_layout = cute.tile_to_shape(byte_atom, byte_blocks, order=(0, 1, 2))
+            part_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+            part_layout = cute.tile_to_shape(part_atom, (n, 2 * BLOCK, NUM_BLOCKS), order=(0, 1, 2))
+            bytes_of = cute.make_tensor(
+                cute.recast_ptr(storage.keys.data_ptr(), byte_layout.inner, dtype=Float8E4M3FN), byte_layout.outer
+            )
+            parts_of_query = cute.make_tensor(
+                cute.recast_ptr(storage.queries.data_ptr(), part_layout.inner, dtype=Float8E4M3FN), part_layout.outer
+            )
+            query_words = cute.make_tensor(
+                cute.recast_ptr(storage.queries.data_ptr(), dtype=Int32), cute.make_layout(n * WIDTH // 2)
+            )
             scratch = cute.make_tensor(queries_memory, cute.make_layout(SCRATCH))
-            if cutlass.const_expr(v.many):
+            if cutlass.const_expr(v.staged):
                 mla_many_rows.attend_many_rows(
                     v.pair,
                     keys,
@@ -360,17 +389,41 @@ class Launch:
                     scratch,
                     task,
                 )
+            elif cutlass.const_expr(v.many):
+                mla_narrow_pairs.attend_narrow_pairs(
+                    v.query_parts,
+                    v.num_slots,
+                    storage.keys.data_ptr().toint(),
+                    bytes_of,
+                    parts_of_query,
+                    query_words,
+                    storage.query_scales.get_tensor(cute.make_layout(n)),
+                    _in_float16(storage.probabilities.data_ptr(), probabilities_layout),
+                    cute.make_tensor(queries_memory, cute.make_layout((2, n), stride=(n, 1))),
+                    mla_narrow_pairs.Exchange(
+                        shared=storage.stats.get_tensor(cute.make_layout((2, 2, n), stride=(2 * n, n, 1))),
+                        raised=storage.raised.get_tensor(cute.make_layout((4, 2))),
+                        full=full,
+                        empty=empty,
+                        p_full=p_full,
+                        p_empty=p_empty,
+                    ),
+                    q_full,
+                    q_empty,
+                    duty,
+                    scratch,
+                    task,
+                )
             elif cutlass.const_expr(v.narrow):
                 mla_narrow.attend_narrow(
-                    v.pair,
                     n,
+                    v.query_parts,
                     v.num_slots,
                     storage.keys.data_ptr(),
-                    _in_float16(storage.queries.data_ptr(), queries_layout),
-                    cute.make_tensor(
-                        cute.recast_ptr(storage.queries.data_ptr(), dtype=Int32), cute.make_layout(n * WIDTH // 2)
-                    ),
-                    storage.query_sizes.get_tensor(cute.make_layout(8)),
+                    bytes_of,
+                    parts_of_query,
+                    query_words,
+                    storage.query_scales.get_tensor(cute.make_layout(n)),
                     _in_float16(storage.probabilities.data_ptr(), probabilities_layout),
                     storage.probabilities.data_ptr(),
                     storage.maxima.get_tensor(cute.make_layout((2, 2, 4, n), stride=(8 * n, 4 * n, n, 1))),

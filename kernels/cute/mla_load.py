@@ -2,12 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
-
-_BOTH = Int16(3)
 
 
 @cute.jit
@@ -50,15 +48,11 @@ def load_tiles(
     slot_blocks: cutlass.Constexpr,
     slots_of_tile: cutlass.Constexpr,
     num_slots: cutlass.Constexpr,
-    pair: cutlass.Constexpr,
     known: Int32,
     later: Int32,
     task: Task,
 ) -> None:
-    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64, of the first sequence beforehand.
-
-    In a pair of CTAs each loads every other slot into both.
-    """
+    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64, at first from its arguments."""
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
@@ -98,11 +92,7 @@ def load_tiles(
                     for segment in cutlass.range_constexpr(boxes_of_tile):
                         source = k_from[(None, places[segment], part * (slot_blocks // box_blocks) + idx)]
                         target = k_to[(None, segment, slot * (slot_blocks // box_blocks) + idx)]
-                        if cutlass.const_expr(pair):
-                            if task.row_tile % 2 == (tile + part) % 2:
-                                cute.copy(k_tma, source, target, tma_bar_ptr=full + slot, mcast_mask=_BOTH)
-                        else:
-                            cute.copy(k_tma, source, target, tma_bar_ptr=full + slot)
+                        cute.copy(k_tma, source, target, tma_bar_ptr=full + slot)
                 slot += 1
                 if slot == num_slots:
                     slot = Int32(0)

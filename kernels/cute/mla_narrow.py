@@ -1,9 +1,9 @@
-"""Latent decode of up to 32 query rows over a cache of E4M3, which the matrix units get from registers.
+"""Latent decode of up to 32 query rows over a cache of E4M3.
 
 As in mla_few_rows the products are transposed and two warpgroups take alternate tiles. Here a tile stays in shared
-memory as bytes: for each product a warp loads the bytes of its own rows (tokens for S^T = K Q^T, dims for
-O^T = V^T P^T), widens them to float16, which holds every E4M3, and gives them as the left operand. Two sets of
-registers alternate, so that one is filled while the other is read.
+memory as bytes: the matrix units read its keys there (mla_narrow_keys). Of the values a warp loads the bytes of its own
+dims, widens them to float16, which holds every E4M3, and gives them as the left operand of O^T = V^T P^T. Two sets of
+registers alternate, so that one is filled while the other is read, and bytes are loaded some turns ahead.
 """
 
 import cutlass
@@ -13,33 +13,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dist_infer.kernels.cute.mla_few_rows import column_of, largest_of_warp, mask
 from dist_infer.kernels.cute.mla_merge import leave_score, merge_parts, rows_of_part
+from dist_infer.kernels.cute.mla_narrow_keys import multiply_slot, score_mma, split_queries
 from dist_infer.kernels.cute.mla_operands import (
-    BLOCK_BYTES,
     ROW_BYTES,
-    SLOT_BLOCKS,
-    SLOT_BYTES,
     SLOTS_OF_TILE,
     STEPS,
     WEIGHT_BYTES,
     WEIGHT_EXPONENT,
-    load_keys,
+    clear_values,
     load_values,
     store_weights,
-    widen_keys,
-    widen_queries,
     widen_values,
 )
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, normalise
-from dist_infer.kernels.cute.mla_tiles import (
-    BLOCK,
-    NUM_BLOCKS,
-    NUM_LATENT_BLOCKS,
-    TILE,
-    Task,
-    part_slot,
-    tiles_of,
-    wrapped,
-)
+from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_LATENT_BLOCKS, TILE, Task, part_slot, tiles_of, wrapped
 
 NUM_SLOTS = 4 * SLOTS_OF_TILE  # each is always of the same warpgroup, see mla_few_rows.attend_few_rows
 _HALF = NUM_LATENT_BLOCKS // 2
@@ -63,13 +50,14 @@ def narrow_mma(rows):
 
 @cute.jit
 def attend_narrow(
-    pair: cutlass.Constexpr,
     num_rows: cutlass.Constexpr,
+    parts: cutlass.Constexpr,  # of a query
     num_slots: cutlass.Constexpr,
     ring: cute.Pointer,  # slots of three blocks of [token, 64 bytes], swizzled by 64 bytes
-    queries: cute.Tensor,  # [row, column] in float16
+    keys: cute.Tensor,  # the same memory, [token, byte, block]
+    queries: cute.Tensor,  # [row, byte, block], both parts of 64 dims side by side
     query_words: cute.Tensor,  # the same memory, [word]
-    query_sizes: cute.Tensor,  # [warp]
+    query_scales: cute.Tensor,  # [row]
     probabilities: cute.Tensor,  # [row, token, warpgroup] in float16, swizzled by 128 bytes
     weights_memory: cute.Pointer,  # the same
     maxima: cute.Tensor,  # [warpgroup, parity, warp, row]
@@ -94,21 +82,22 @@ def attend_narrow(
     first_row = task.row_tile * num_rows
     mma = narrow_mma(num_rows)
     mma_thread = mma.get_slice(thread)
-    f_q = mma_thread.make_fragment_B(mma_thread.partition_B(queries))
+    qk = score_mma(TILE, num_rows)
+    qk_thread = qk.get_slice(thread)
+    f_k = qk_thread.make_fragment_A(qk_thread.partition_A(keys))
+    f_q = qk_thread.make_fragment_B(qk_thread.partition_B(queries))
     f_p = mma_thread.make_fragment_B(mma_thread.partition_B(probabilities))[(None, None, None, group)]
-    chains = [mma_thread.make_fragment_C(mma_thread.partition_shape_C((TILE, num_rows))) for _ in range(2)]
-    scores = chains[0]
     shape = mma_thread.partition_shape_C((TILE, num_rows))
+    scores, *later_scores = (mma_thread.make_fragment_C(shape) for _ in range(SLOTS_OF_TILE))
     sums = [mma_thread.make_fragment_C(shape) for _ in range(NUM_LATENT_BLOCKS)]
     halves = [mma_thread.make_fragment_C(mma_thread.partition_shape_C((TILE, num_rows))) for _ in range(_HALF)]
     widened = [cute.make_rmem_tensor(cute.make_layout(8 * STEPS), Float16) for _ in range(2)]
     words = [cute.recast_tensor(operand, Int32) for operand in widened]
-    loaded = [cute.make_rmem_tensor(cute.make_layout(8), Int32) for _ in range(2)]
+    depth = cutlass.const_expr(2 if num_rows == 32 else 3)
+    loaded = [cute.make_rmem_tensor(cute.make_layout(8), Int32) for _ in range(depth)]
     operand_layout = cute.make_layout(((2, 2, 2), 1, STEPS), stride=((1, 2, 4), 0, 8))
     f_a = [cute.make_tensor(operand.iterator, operand_layout) for operand in widened]
-    # where a lane's rows of 16 bytes begin in a block
-    token = warp * 16 + lane % 16
-    key_row = token * ROW_BYTES + ((lane // 16) ^ (token // 2 % 4)) * 16
+    # where a lane's row of 16 bytes begins in a block
     value_row = lane * ROW_BYTES + (warp ^ (lane // 2 % 4)) * 16
     base = ring.toint()
     # where it stores its row of 8 tokens: of query row lane % 8 and later ones
@@ -117,6 +106,7 @@ def attend_narrow(
     maximum = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     total = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    scales = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     slot, phase = Int32(0), Int32(0)
     counter, parity, q_phase = Int32(0), Int32(0), Int32(0)
     first, seq, before = task.first, task.seq, task.before
@@ -131,44 +121,32 @@ def attend_narrow(
             sums[block].fill(0.0)
         cute.arch.mbarrier_wait(q_full, q_phase)
         q_phase ^= 1
-        scale = widen_queries(num_rows, query_words, query_sizes, task) * task.scale
+        split_queries(num_rows, query_words, query_scales)
+        for c in cutlass.range_constexpr(num_columns):
+            scales[c] = query_scales[column_of(col0, c)] * task.scale
         tile = begin
         while tile < stop:
             if counter % 2 == group:
                 token0 = tile * TILE
                 # S^T = K Q^T
-                for block in cutlass.range_constexpr(NUM_BLOCKS + 1):
-                    if cutlass.const_expr(block < NUM_BLOCKS):
-                        at = wrapped(slot + block // SLOT_BLOCKS, num_slots)
-                        if cutlass.const_expr(block % SLOT_BLOCKS == 0):
-                            at_phase = phase
-                            if slot + block // SLOT_BLOCKS >= num_slots:
-                                at_phase = phase ^ 1
-                            cute.arch.mbarrier_wait(full + at, at_phase)
-                        place = base + at * SLOT_BYTES + block % SLOT_BLOCKS * BLOCK_BYTES
-                        load_keys(place, key_row, loaded[block % 2])
-                    if cutlass.const_expr(block > 0):
-                        done = cutlass.const_expr(block - 1)
-                        widen_keys(loaded[done % 2], words[done % 2])
-                        warpgroup.fence()
-                        for k in cutlass.range_constexpr(STEPS):
-                            mma.set(warpgroup.Field.ACCUMULATE, done * STEPS + k > 1)
-                            q_step = f_q[(None, None, done * STEPS + k)]
-                            cute.gemm(mma, chains[k % 2], f_a[done % 2][(None, None, k)], q_step, chains[k % 2])
-                        warpgroup.commit_group()
-                        warpgroup.wait_group(1 if block < NUM_BLOCKS else 0)
+                for part in cutlass.range_constexpr(SLOTS_OF_TILE):
+                    at = wait_for(full, slot, phase, part, num_slots)
+                    into = (scores, *later_scores)[part]
+                    multiply_slot(True, parts, qk, into, f_k, f_q, at, part)
+                warpgroup.wait_group(0)
                 for v in cutlass.range_constexpr(num_rows // 2):
-                    scores[v] = scores[v] + chains[1][v]
-                if token0 + TILE > kv_len:
-                    _clear_latents(ring, kv_len - token0, slot, num_slots, thread)
+                    scores[v] = scores[v] + later_scores[0][v] + later_scores[1][v]
                 mask(num_rows, scores, token0, row0, col0, kv_len, task)
                 # P^T
                 for c in cutlass.range_constexpr(num_columns):
-                    largest = largest_of_warp(scores, c) * scale
+                    largest = largest_of_warp(scores, c) * scales[c]
                     if lane < 4:
                         maxima[group, parity, warp, column_of(col0, c)] = largest
                 cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-                load_values(0, base, slot, num_slots, value_row, loaded[0])
+                if token0 + TILE > kv_len:  # all have read their keys
+                    clear_values((0, NUM_LATENT_BLOCKS), base, slot, num_slots, value_row, kv_len - token0)
+                for ahead in cutlass.range_constexpr(depth - 1):
+                    load_values(ahead, base, slot, num_slots, value_row, loaded[ahead])
                 for c in cutlass.range_constexpr(num_columns):
                     column = column_of(col0, c)
                     largest = maximum[c]
@@ -180,7 +158,7 @@ def attend_narrow(
                     total[c] = total[c] * factor[c]
                     for h in cutlass.range_constexpr(2):
                         v = cutlass.const_expr(c % 2 + 2 * h + c // 2 * 4)
-                        scores[v] = exp2(scores[v] * scale - (reference - WEIGHT_EXPONENT))
+                        scores[v] = exp2(scores[v] * scales[c] - (reference - WEIGHT_EXPONENT))
                         total[c] += scores[v]
                 store_weights(num_rows, scores, weight_row)
                 parity ^= 1
@@ -191,13 +169,13 @@ def attend_narrow(
                 # O^T += V^T P^T
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 for turn in cutlass.range_constexpr(NUM_LATENT_BLOCKS):
-                    later = cutlass.const_expr(turn + 1)
+                    later = cutlass.const_expr(turn + depth - 1)
                     if cutlass.const_expr(later < NUM_LATENT_BLOCKS):
-                        load_values(later, base, slot, num_slots, value_row, loaded[later % 2])
+                        load_values(later, base, slot, num_slots, value_row, loaded[later % depth])
                     if cutlass.const_expr(turn > 0):
-                        widen_values(loaded[turn % 2], words[turn % 2])
+                        widen_values(loaded[turn % depth], words[turn % 2])
                     if cutlass.const_expr(turn in _LAST_TURNS):
-                        _release(pair, empty + wrapped(slot + _LAST_TURNS.index(turn), num_slots))
+                        release(empty + wrapped(slot + _LAST_TURNS.index(turn), num_slots))
                     warpgroup.fence()
                     for k in cutlass.range_constexpr(2):
                         for idx in cutlass.range_constexpr(2):
@@ -205,7 +183,7 @@ def attend_narrow(
                             p_step = f_p[(None, None, turn % 2 * 2 + k)]
                             cute.gemm(mma, sums[block], f_a[turn % 2][(None, None, idx * 2 + k)], p_step, sums[block])
                     warpgroup.commit_group()
-                    warpgroup.wait_group(1 if later < NUM_LATENT_BLOCKS else 0)
+                    warpgroup.wait_group(1 if turn + 1 < NUM_LATENT_BLOCKS else 0)
             counter += 1
             slot += SLOTS_OF_TILE
             if slot >= num_slots:
@@ -258,7 +236,9 @@ def attend_narrow(
                         kept = sums[turn + idx][v]
                     halves[turn + idx][v] = kept + exchange[thread, v, idx, 1 - group]
             cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
-        _write(num_rows, task, halves, whole, seq, where, col0, _HALF * group * BLOCK + warp * 16 + lane // 4 * 2)
+        write_columns(
+            num_rows, task, halves, whole, seq, where, col0, _HALF * group * BLOCK + warp * 16 + lane // 4 * 2
+        )
         cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(q_empty)
@@ -269,32 +249,22 @@ def attend_narrow(
 
 
 @cute.jit
-def _release(pair: cutlass.Constexpr, barrier: cute.Pointer) -> None:
-    """A warp is done with a slot; in a pair both CTAs load into both."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        if cutlass.const_expr(pair):
-            for rank in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_arrive(barrier, rank)
-        else:
-            cute.arch.mbarrier_arrive(barrier)
+def wait_for(full: cute.Pointer, slot: Int32, phase: Int32, place: cutlass.Constexpr, num_slots: cutlass.Constexpr):
+    """The slot of a tile's first, second or third part, once it is there."""
+    at, at_phase = slot + place, phase
+    if at >= num_slots:
+        at -= num_slots
+        at_phase ^= 1
+    cute.arch.mbarrier_wait(full + at, at_phase)
+    return at
 
 
 @cute.jit
-def _clear_latents(ring: cute.Pointer, token: Int32, slot: Int32, num_slots: cutlass.Constexpr, thread: Int32) -> None:
-    """A warpgroup writes zeros from `token` of a tile on: there may be NaN, which a weight of 0 does not cancel.
-
-    Others may still read keys there: they don't count.
-    """
-    words = cute.make_tensor(cute.recast_ptr(ring, dtype=Int32), cute.make_layout(num_slots * (SLOT_BYTES // 4)))
-    row = cutlass.max(token, Int32(0))
-    block = thread // 16
-    at = wrapped(slot + block // SLOT_BLOCKS, num_slots) * (SLOT_BYTES // 4)
-    at += block % SLOT_BLOCKS * (BLOCK_BYTES // 4) + thread % 16
-    while row < TILE:
-        words[at + row * (ROW_BYTES // 4)] = Int32(0)
-        row += 1
-    cute.arch.fence_proxy("async.shared", space="cta")
+def release(barrier: cute.Pointer) -> None:
+    """A warp is done with a slot."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
@@ -310,7 +280,7 @@ def _multiply(num_rows: cutlass.Constexpr, sums, factor: cute.Tensor) -> None:
 
 
 @cute.jit
-def _write(
+def write_columns(
     num_rows: cutlass.Constexpr,
     task: Task,
     halves,
@@ -320,7 +290,7 @@ def _write(
     col0: Int32,
     dim0: Int32,
 ) -> None:
-    """A thread's values, to the call's output or to a part."""
+    """A thread's values of half of the dims, to the call's output or to a part."""
     values = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for c in cutlass.range_constexpr(num_rows // 4):
         row = task.row_tile * num_rows + column_of(col0, c)

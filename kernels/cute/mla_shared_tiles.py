@@ -172,7 +172,7 @@ def weigh(
     references = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for h in cutlass.range_constexpr(2):
         known = largest[h]
-        found = _largest_of_row(scores, h) * task.scale
+        found = largest_of_row(scores, h) * task.scale
         if found > known + _SLACK:
             largest[h] = found
         references[h] = finite(largest[h])
@@ -270,7 +270,7 @@ def release(pair: cutlass.Constexpr, group: cute.Pointer) -> None:
 
 
 @cute.jit
-def _largest_of_row(scores: cute.Tensor, h: cutlass.Constexpr) -> Float32:
+def largest_of_row(scores: cute.Tensor, h: cutlass.Constexpr) -> Float32:
     largest = Float32(NOTHING)
     for j in cutlass.range_constexpr(TILE // 8):
         for i in cutlass.range_constexpr(2):

@@ -8,8 +8,7 @@ are those of sanitized_launches.
 racecheck does not follow every order: not where one lane arrives at an mbarrier for its whole warp, nor where two
 warpgroups wait for each other at a named barrier after one of them has waited for its own warps at another. The minimal
 kernels of race_patterns show both, with and without --racecheck-indirect-barrier-dependency. So reports count where
-they name an access to anything but `HANDED_OVER`: what warpgroups hand to each other in these ways. And decodes of E4M3
-clear the end of a last tile while other warps may still read keys there, whose scores are masked: `MASKED`.
+they name an access to anything but `HANDED_OVER`: what warpgroups hand to each other in these ways.
 """
 
 import os
@@ -37,8 +36,7 @@ LAUNCHES = (
     "staged_steep",
     "staged_nvfp4",
 )
-HANDED_OVER = ("stats[", "exchange[", "totals[", "shared[")
-MASKED = ("words[at + row * (ROW_BYTES // 4)] = Int32(0)", "taken = cute.arch.inline_ptx(ptx")  # cleared, read
+HANDED_OVER = ("stats[", "exchange[", "totals[", "shared[", "raised[")
 _TIMEOUT_S = 600
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _ACCESS = re.compile(r"(?:Read|Write) access at \S+(?: in (\w+\.py):(\d+))?")
@@ -75,16 +73,15 @@ def sanitize(check: str, launches: str, folder: Path) -> Report:
     num_found = int("".join(summary[-1]))
     if check == "memcheck":
         return Report(text, [f"{num_found} errors"] if num_found else [])
-    known = (*HANDED_OVER, *MASKED) if launches == "narrow_decodes" else HANDED_OVER
-    return Report(text, unexplained(text, {path.name: path.read_text() for path in SOURCES.glob("*.py")}, known))
+    return Report(text, unexplained(text, {path.name: path.read_text() for path in SOURCES.glob("*.py")}))
 
 
-def unexplained(text: str, sources: Mapping[str, str], known: Sequence[str] = HANDED_OVER) -> list[str]:
-    """The accesses of racecheck's reports whose lines have nothing that is known; one of an unknown line is such."""
+def unexplained(text: str, sources: Mapping[str, str]) -> list[str]:
+    """The accesses of racecheck's reports whose lines are of nothing handed over; one of an unknown line is such."""
     found = set()
     for name, line in _ACCESS.findall(text):
         source = sources[name].splitlines()[int(line) - 1].strip() if name in sources else "somewhere"
-        if not any(memory in source for memory in known):
+        if not any(memory in source for memory in HANDED_OVER):
             found.add(f"{name}:{line}: {source}")
     return sorted(found)
 

@@ -55,7 +55,7 @@ def decodes() -> None:
 
 def narrow_decodes() -> None:
     """Latent decode of caches of E4M3."""
-    for lens, heads, query_len, page_size in _DECODES[:4]:
+    for lens, heads, query_len, page_size in _DECODES:
         q, cache, table, kv_lens = narrow.make(lens, heads, query_len, page_size)
         scale = torch.tensor([0.5], device="cuda")
         narrow.decode(q, cache, table, kv_lens, query_len=query_len, page_size=page_size, cache_scale=scale)
