@@ -20,7 +20,7 @@ from dist_infer.kernels.cute.compile_cache import load_or_compile
 from dist_infer.kernels.cute.mla_call import Block, PackedLaunch, compile_arguments
 from dist_infer.kernels.cute.mla_clerk import NUM_STATES
 from dist_infer.kernels.cute.mla_launch import DTYPES, Variant
-from dist_infer.kernels.cute.mla_merge import EMPTY, workspace_size
+from dist_infer.kernels.cute.mla_parts import EMPTY, workspace_size
 from dist_infer.kernels.cute.mla_tiles import LATENT, WIDTH
 from dist_infer.kernels.multiprocessors import num_multiprocessors
 
@@ -77,7 +77,7 @@ class Decode:
         lse: Tensor | None = None,
         layers: int = 1,
         num_workers: int | None = None,
-        rounded_queries: bool = False,
+        rounded: bool = False,
     ) -> None:
         self._call = _prepare(
             q.shape,
@@ -89,7 +89,7 @@ class Decode:
             query_len,
             scale,
             num_workers,
-            rounded_queries,
+            rounded,
             workspace.num_ctas,
         )
         _check_memory(q, cache_rows, page_table, kv_lens)
@@ -168,7 +168,7 @@ def mla_decode(
     layer: int = 0,
     num_workers: int | None = None,
     cache_scale: Tensor | None = None,
-    rounded_queries: bool = False,
+    rounded: bool = False,
 ) -> Tensor:
     """Fills `out` with the attended latents; the base-2 logarithm of each row's sum of exponentials.
 
@@ -177,9 +177,10 @@ def mla_decode(
     no key gives 0 and -inf. What lies beyond kv_len never shows.
 
     With a `cache_scale` [1] the cache is E4M3 and stands for e4m3 * cache_scale; q is bfloat16. Queries are then exact
-    but for what is below 2^-17 of a row's largest value, unless they are to be rounded: to E4M3, each row times a power
-    of two. Scores are sums of 13 bits over a third of the dims, and of float32 above (see mla_narrow_keys). Weights are
-    rounded to float16, those below 2^-31 of the largest one to 0; their products are summed in float32.
+    but for what is below 2^-17 of a row's largest value. Scores are sums of 13 bits over a third of the dims, and of
+    float32 above (see mla_narrow_keys). Weights are rounded to float16, those below 2^-31 of the largest one to 0;
+    their products are summed in float32. If they are to be `rounded`, queries become E4M3, each row times a power of
+    two, and so do weights of more than 32 query rows: those below 2^-16 of the largest one are 0, sums have 13 bits.
 
     The table holds logical page ids p; of a pool that keeps all layers of a page side by side, a layer's page is in
     slot p * layers + layer. `lse` is written if given. `num_workers` bounds the CTAs of a row tile, thereby the parts
@@ -210,7 +211,7 @@ def mla_decode(
         lse=lse,
         layers=layers,
         num_workers=num_workers,
-        rounded_queries=rounded_queries,
+        rounded=rounded,
     )
     decode(q, cache_rows, out, layer=layer, cache_scale=cache_scale)
     return decode.lse
@@ -255,7 +256,7 @@ def _prepare(
     query_len: int,
     scale: float,
     num_workers: int | None,
-    rounded_queries: bool,
+    rounded: bool,
     num_ctas: int,
 ) -> _Call:
     """What calls of equal shapes have in common."""
@@ -268,7 +269,7 @@ def _prepare(
         and dtype in DTYPES
         and 0 < heads <= MAX_HEADS
         and num_tokens == num_seqs * query_len
-        and narrow >= rounded_queries
+        and narrow >= rounded
     )
     if not fits:
         raise ValueError(
@@ -287,7 +288,7 @@ def _prepare(
         dtype=dtype,
         pair=pair,
         narrow=narrow,
-        query_parts=1 if rounded_queries else 2,
+        rounded=rounded,
     )
     return _Call(
         run=compiled(variant),

@@ -1,9 +1,9 @@
 """The launch of a latent decode: shared memory, barriers, and who of a CTA does what.
 
-Persistent CTAs of three warpgroups. In the first one warp keeps shared memory full by TMA (mla_load, mla_load_pairs)
-and one is the clerk, which plans the CTA's work (mla_tiles) and keeps count of the parts of sequences that were cut
-(mla_merge). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64; over a cache of E4M3
-mla_narrow and mla_narrow_pairs) and merge those parts.
+Persistent CTAs of three warpgroups. In the first one warp plans the CTA's work (mla_plan) and keeps shared memory full
+by TMA (mla_load, mla_load_pairs), and one is the clerk, which keeps count of the parts of sequences that were cut
+(mla_clerk). The other two compute (mla_few_rows up to 32 query rows, mla_many_rows for 64; over a cache of E4M3
+mla_narrow and mla_narrow_pairs) and merge those parts (mla_merge).
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ from dist_infer.kernels.cute import (
     mla_many_rows,
     mla_narrow,
     mla_narrow_pairs,
+    mla_narrow_tiles,
     mla_operands,
     mla_shared_tiles,
 )
 from dist_infer.kernels.cute.mla_clerk import DUTY, keep_count
 from dist_infer.kernels.cute.mla_load import load_queries, load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
-from dist_infer.kernels.cute.mla_merge import SCRATCH, parts_in
-from dist_infer.kernels.cute.mla_plan import fetch_table, plan_ahead
+from dist_infer.kernels.cute.mla_merge import SCRATCH
+from dist_infer.kernels.cute.mla_parts import parts_in
+from dist_infer.kernels.cute.mla_plan import LENS_OF_LANE, confirm_plan, fetch_table, plan_ahead
 from dist_infer.kernels.cute.mla_tiles import BLOCK, BLOCK_BYTES, NUM_BLOCKS, TILE, WIDTH, Task
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _THREADS = 384
+_PLAN_BARRIER = 6
 _TILES_AHEAD = 1  # that a CTA brings into the L2 cache while the launch before still runs
 _MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_plan
 
@@ -40,7 +43,7 @@ _MANY_PARTS = {False: 64, True: 16}  # of many rows a part is larger, see mla_pl
 class Variant:
     """What is compiled apart. `rows` are the query rows of a CTA, padded; in pairs, two CTAs load for each other.
 
-    A narrow one, never in pairs, reads a cache of E4M3, as 16-bit words of two; its queries are sums of so many E4M3.
+    A narrow one, never in pairs, reads a cache of E4M3, as 16-bit words of two; its products are rounded or not.
     """
 
     rows: int
@@ -48,7 +51,7 @@ class Variant:
     dtype: torch.dtype
     pair: bool = False
     narrow: bool = False
-    query_parts: int = 2
+    rounded: bool = False
 
     @property
     def many(self) -> bool:
@@ -68,6 +71,11 @@ class Variant:
         if self.narrow:
             return 11 if self.many else mla_narrow.NUM_SLOTS
         return mla_few_rows.NUM_SLOTS
+
+    @property
+    def query_parts(self) -> int:
+        """E4M3 that a query is the sum of."""
+        return 1 if self.rounded else 2
 
     @property
     def exchange_size(self) -> int:
@@ -263,11 +271,11 @@ class Launch:
             cute.arch.cluster_wait()
         if warp == 2:
             fetch_table(page_table, cta, num_ctas)
-        known, later = Int32(0), Int32(0)
+        guessed = cute.make_rmem_tensor(cute.make_layout(LENS_OF_LANE), Int32)
         if warp == 0:
             cpasync.prefetch_descriptor(k_tma)
             cpasync.prefetch_descriptor(q_tma)
-            known, later = plan_ahead(
+            plan_ahead(
                 v.box,
                 v.page_size,
                 _TILES_AHEAD,
@@ -280,9 +288,28 @@ class Launch:
                 _MANY_PARTS[v.many],
                 layers,
                 layer,
+                guessed,
             )
-        cute.arch.griddepcontrol_wait()  # lengths and tables may come from the launch before
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()  # lengths and tables may come from the launch before
+        known, later, kv_len = Int32(0), Int32(0), Int32(0)
+        if warp == 0:  # whose loads begin at once
+            known, later, kv_len = confirm_plan(
+                v.box,
+                v.page_size,
+                page_table,
+                kv_lens,
+                guessed,
+                work,
+                num_ctas // row_tiles,
+                worker,
+                _MANY_PARTS[v.many],
+                layers,
+                layer,
+            )
+            cute.arch.barrier_arrive(barrier_id=_PLAN_BARRIER, number_of_threads=_THREADS)
+        else:
+            cute.arch.barrier(barrier_id=_PLAN_BARRIER, number_of_threads=_THREADS)
         first, end, seq, before, chunk, total = (cute.arch.make_warp_uniform(work[place]) for place in range(6))
         cute.arch.griddepcontrol_launch_dependents()
         value_scale = Float32(1.0)
@@ -333,6 +360,9 @@ class Launch:
                         q_full,
                         q_empty,
                         v.page_size,
+                        known,
+                        later,
+                        kv_len,
                         task,
                     )
                 else:
@@ -348,6 +378,7 @@ class Launch:
                         v.num_slots,
                         known,
                         later,
+                        kv_len,
                         task,
                     )
             if warp == 1:
@@ -390,6 +421,13 @@ class Launch:
                     task,
                 )
             elif cutlass.const_expr(v.many):
+                weights = _in_float16(storage.probabilities.data_ptr(), probabilities_layout)
+                if cutlass.const_expr(v.rounded):
+                    weights_layout = cute.tile_to_shape(byte_atom, (n, TILE, 2), order=(0, 1, 2))
+                    weights = cute.make_tensor(
+                        cute.recast_ptr(storage.probabilities.data_ptr(), weights_layout.inner, dtype=Float8E4M3FN),
+                        weights_layout.outer,
+                    )
                 mla_narrow_pairs.attend_narrow_pairs(
                     v.query_parts,
                     v.num_slots,
@@ -398,9 +436,9 @@ class Launch:
                     parts_of_query,
                     query_words,
                     storage.query_scales.get_tensor(cute.make_layout(n)),
-                    _in_float16(storage.probabilities.data_ptr(), probabilities_layout),
+                    weights,
                     cute.make_tensor(queries_memory, cute.make_layout((2, n), stride=(n, 1))),
-                    mla_narrow_pairs.Exchange(
+                    mla_narrow_tiles.Exchange(
                         shared=storage.stats.get_tensor(cute.make_layout((2, 2, n), stride=(2 * n, n, 1))),
                         raised=storage.raised.get_tensor(cute.make_layout((4, 2))),
                         full=full,

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
+from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, num_tiles, tiles_of
 
 
 @cute.jit
@@ -50,9 +50,13 @@ def load_tiles(
     num_slots: cutlass.Constexpr,
     known: Int32,
     later: Int32,
+    kv_len: Int32,
     task: Task,
 ) -> None:
-    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64, at first from its arguments."""
+    """Tiles, as slots of a ring become free. Lane i knows boxes i and i + 32 of 64.
+
+    The first ones are its arguments, as the length of the first sequence is: nothing is asked before the first load.
+    """
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
@@ -67,10 +71,11 @@ def load_tiles(
     phase = Int32(1)  # the phase before the first counts as done
     first, seq, before = task.first, task.seq, task.before
     while first < task.end:
-        tiles = tiles_of(task.kv_lens, seq)
+        if first != task.first:
+            kv_len = task.kv_lens[seq]
+        tiles = num_tiles(kv_len)
         tile = first - before
         stop = cutlass.min(task.end - before, tiles)
-        kv_len = task.kv_lens[seq]
         box_idx = tile * boxes_of_tile
         base = box_idx
         if first != task.first:

@@ -10,7 +10,7 @@ from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from dist_infer.kernels.cute.mla_shared_tiles import NUM_ROWS, block_order, group_of
-from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, tiles_of
+from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Task, box_place, num_tiles
 
 _BOTH = Int16(3)
 
@@ -29,9 +29,12 @@ def load_pairs(
     q_full: cute.Pointer,
     q_empty: cute.Pointer,
     page_size: cutlass.Constexpr,
+    known: Int32,
+    later: Int32,
+    kv_len: Int32,
     task: Task,
 ) -> None:
-    """Lane i knows boxes i and i + 32 of 64."""
+    """See mla_load.load_tiles."""
     lane = cute.arch.lane_idx()
     box = cutlass.const_expr(cute.size(boxes, mode=[0]))
     boxes_of_tile = cutlass.const_expr(TILE // box)
@@ -42,13 +45,15 @@ def load_pairs(
     phase0, phase1, q_phase = Int32(1), Int32(1), Int32(1)  # the phase before the first counts as done
     first, seq, before = task.first, task.seq, task.before
     while first < task.end:
-        tiles = tiles_of(task.kv_lens, seq)
+        if first != task.first:
+            kv_len = task.kv_lens[seq]
+        tiles = num_tiles(kv_len)
         tile = first - before
         stop = cutlass.min(task.end - before, tiles)
-        kv_len = task.kv_lens[seq]
         base = tile * boxes_of_tile
-        known = box_place(task, seq, kv_len, base + lane, box, page_size)
-        later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
+        if first != task.first:
+            known = box_place(task, seq, kv_len, base + lane, box, page_size)
+            later = box_place(task, seq, kv_len, base + 32 + lane, box, page_size)
         cute.arch.mbarrier_wait(q_empty, q_phase)
         q_phase ^= 1
         own_rows = cute.domain_offset((seq * task.rows + task.row_tile * NUM_ROWS, 0, 0), q_coords)

@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from dist_infer.kernels.cute.mla_merge import leave_score, merge_parts, rows_of_part
+from dist_infer.kernels.cute.mla_merge import merge_parts
+from dist_infer.kernels.cute.mla_parts import leave_score, rows_of_part
 from dist_infer.kernels.cute.mla_rows import ROWS_OF_WARP, write_rows
 from dist_infer.kernels.cute.mla_shared_tiles import (
     HALF_DIMS,

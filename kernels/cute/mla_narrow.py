@@ -12,7 +12,7 @@ from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dist_infer.kernels.cute.mla_few_rows import column_of, largest_of_warp, mask
-from dist_infer.kernels.cute.mla_merge import leave_score, merge_parts, rows_of_part
+from dist_infer.kernels.cute.mla_merge import merge_parts
 from dist_infer.kernels.cute.mla_narrow_keys import multiply_slot, score_mma, split_queries
 from dist_infer.kernels.cute.mla_operands import (
     ROW_BYTES,
@@ -25,6 +25,7 @@ from dist_infer.kernels.cute.mla_operands import (
     store_weights,
     widen_values,
 )
+from dist_infer.kernels.cute.mla_parts import leave_score, rows_of_part
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, normalise
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_LATENT_BLOCKS, TILE, Task, part_slot, tiles_of, wrapped
 

@@ -29,6 +29,18 @@ _WIDEN_VALUES = """{
     cvt.rn.f16x2.e4m3x2 {$w0}, l;
     cvt.rn.f16x2.e4m3x2 {$w1}, h;
 }"""
+# Two tokens' pairs of dims, and those of the tokens 8 on, to each dim's four tokens.
+_GATHER_VALUES = """{
+    prmt.b32 {$w0}, {$r0}, {$r1}, 0x6420;
+    prmt.b32 {$w1}, {$r0}, {$r1}, 0x7531;
+}"""
+_PACK_FOUR = """{
+    .reg .b16 l, h;
+    cvt.rn.satfinite.e4m3x2.f32 l, {$r1}, {$r0};
+    cvt.rn.satfinite.e4m3x2.f32 h, {$r3}, {$r2};
+    mov.b32 {$w0}, {l, h};
+}"""
+_STORE = "st.shared.b32 [{$r0}], {$r1};"
 _CLEAR = """{
     .reg .b32 z;
     mov.b32 z, 0;
@@ -85,6 +97,30 @@ def store_weights(num_rows: cutlass.Constexpr, weights: cute.Tensor, place: Int3
 def pack(first: Float32, second: Float32) -> Int32:
     """Two numbers as float16 in a word, the first in its lower half."""
     return cute.arch.inline_ptx(_PACK, write_only_types=[Int32], read_only_args=[first, second])
+
+
+@cute.jit
+def pack_four(numbers) -> Int32:
+    """As E4M3 in a word, the first in its lowest byte."""
+    return cute.arch.inline_ptx(_PACK_FOUR, write_only_types=[Int32], read_only_args=[*numbers])
+
+
+@cute.jit
+def store_narrow_weights(words: cute.Tensor, place: Int32, row: Int32, quarter: Int32) -> None:
+    """Weights of E4M3 of `row` and the row 8 on, [token, row]; each word has tokens 2 q, 2 q + 1 and those 8 on."""
+    for h in cutlass.range_constexpr(2):
+        for unit in cutlass.range_constexpr(TILE // 16):
+            at = place + (row + 8 * h) * TILE + (unit ^ (row // 2 % 4)) * 16 + quarter * 4
+            cute.arch.inline_ptx(_STORE, read_only_args=[at, words[4 * h + unit]])
+
+
+@cute.jit
+def gather_values(loaded: cute.Tensor, words: cute.Tensor) -> None:
+    """32 tokens of 16 dims of two blocks as loaded, as operands of E4M3 of a step of each."""
+    for idx in cutlass.range_constexpr(4):
+        words[2 * idx], words[2 * idx + 1] = cute.arch.inline_ptx(
+            _GATHER_VALUES, write_only_types=[Int32, Int32], read_only_args=[loaded[2 * idx], loaded[2 * idx + 1]]
+        )
 
 
 @cute.jit

@@ -2,6 +2,9 @@
 
 The launch before may write lengths and pages. So what is read of them early is a guess, and read past the first cache,
 which would keep it. It brings the tiles that a CTA begins with into the second one, and holds if the lengths do.
+
+Whatever lies between the end of the launch before and a CTA's first load counts twice: where an SM was the last to be
+free, its CTA begins last, and asks memory that the loads of all others keep busy.
 """
 
 import cutlass
@@ -10,7 +13,7 @@ from cutlass import Int32, Int64
 
 from dist_infer.kernels.cute.mla_tiles import TILE, num_tiles
 
-_LENS_OF_LANE = 4  # that a guess remembers: of up to 128 sequences
+LENS_OF_LANE = 4  # that a guess remembers: of up to 128 sequences
 
 
 @cute.jit
@@ -27,30 +30,47 @@ def plan_ahead(
     many_parts: cutlass.Constexpr,
     layers: Int32,
     layer: Int32,
-):
-    """One warp writes `work`, waits for the launch before, and gives the places of boxes lane and lane + 32 of it.
-
-    So many tiles come into the second cache.
-    """
+    guessed: cute.Tensor,
+) -> None:
+    """One warp writes `work` and the lengths it knows of, and brings so many of the tiles into the second cache."""
     lane = cute.arch.lane_idx()
-    guessed = _lens_of_lane(kv_lens)
+    guessed.store(_lens_of_lane(kv_lens).load())
     _plan_work(kv_lens, guessed, work, num_workers, worker, many_parts)
-    known, later = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
-    begins = work[0] + lane // (TILE // box) < cutlass.min(work[1], work[0] + ahead)
-    if begins and known >= 0 and known < cache_rows.shape[0] // box:
-        row = cache_rows.iterator.toint() + (known * box).to(Int64) * (cache_rows.stride[0] * 2)
-        num_bytes = cutlass.const_expr(box * cache_rows.shape[1] * 2)
-        cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[row, Int32(num_bytes)])
-    cute.arch.griddepcontrol_wait()
+    if cutlass.const_expr(ahead > 0):
+        known, _, _ = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
+        begins = work[0] + lane // (TILE // box) < cutlass.min(work[1], work[0] + ahead)
+        if begins and known >= 0 and known < cache_rows.shape[0] // box:
+            row = cache_rows.iterator.toint() + (known * box).to(Int64) * (cache_rows.stride[0] * 2)
+            num_bytes = cutlass.const_expr(box * cache_rows.shape[1] * 2)
+            cute.arch.inline_ptx(
+                "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[row, Int32(num_bytes)]
+            )
+
+
+@cute.jit
+def confirm_plan(
+    box: cutlass.Constexpr,
+    page_size: cutlass.Constexpr,
+    page_table: cute.Tensor,
+    kv_lens: cute.Tensor,
+    guessed: cute.Tensor,
+    work: cute.Tensor,
+    num_workers: Int32,
+    worker: Int32,
+    many_parts: cutlass.Constexpr,
+    layers: Int32,
+    layer: Int32,
+):
+    """After the launch before: (boxes lane and lane + 32 of the work, the length of its first sequence)."""
     lens = _lens_of_lane(kv_lens)
-    known, later = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
-    changed = Int32(kv_lens.shape[0]) > 32 * _LENS_OF_LANE
-    for idx in cutlass.range_constexpr(_LENS_OF_LANE):
+    known, later, kv_len = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
+    changed = Int32(kv_lens.shape[0]) > 32 * LENS_OF_LANE
+    for idx in cutlass.range_constexpr(LENS_OF_LANE):
         changed = changed or lens[idx] != guessed[idx]
     if cute.arch.vote_any_sync(changed):
         _plan_work(kv_lens, lens, work, num_workers, worker, many_parts)
-        known, later = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
-    return known, later
+        known, later, kv_len = _first_boxes(box, page_size, page_table, kv_lens, work, layers, layer)
+    return known, later, kv_len
 
 
 @cute.jit
@@ -81,16 +101,16 @@ def _plan_work(
     lane = cute.arch.lane_idx()
     num_seqs = Int32(kv_lens.shape[0])
     run = (num_seqs + 31) // 32
-    first_tiles = cute.make_rmem_tensor(cute.make_layout(_LENS_OF_LANE), Int32)
+    first_tiles = cute.make_rmem_tensor(cute.make_layout(LENS_OF_LANE), Int32)
     first_tiles.fill(0)
     own = Int32(0)
     longest = Int32(1)
-    for idx in cutlass.range_constexpr(_LENS_OF_LANE):
+    for idx in cutlass.range_constexpr(LENS_OF_LANE):
         if idx < run and lane * run + idx < num_seqs:
             first_tiles[idx] = num_tiles(lens[idx])
         own += first_tiles[idx]
         longest = cutlass.max(longest, first_tiles[idx])
-    for idx in cutlass.range(_LENS_OF_LANE, run, unroll=4):
+    for idx in cutlass.range(LENS_OF_LANE, run, unroll=4):
         tiles = _tiles_of(kv_lens, lane * run + idx)
         own += tiles
         longest = cutlass.max(longest, tiles)
@@ -109,13 +129,13 @@ def _plan_work(
         seq = passed * run
         before = cute.arch.shuffle_sync(upto - own, passed)
         tiles = Int32(0)
-        for idx in cutlass.range_constexpr(_LENS_OF_LANE):
+        for idx in cutlass.range_constexpr(LENS_OF_LANE):
             if seq == passed * run + idx and idx < run:
                 tiles = cute.arch.shuffle_sync(first_tiles[idx], passed)
                 if before + tiles <= first:
                     before += tiles
                     seq += 1
-        if seq >= passed * run + _LENS_OF_LANE:
+        if seq >= passed * run + LENS_OF_LANE:
             tiles = _tiles_of(kv_lens, seq)
             while before + tiles <= first and seq < num_seqs:
                 before += tiles
@@ -157,9 +177,9 @@ def _chunk_of(
 def _lens_of_lane(kv_lens: cute.Tensor):
     """The first ones of the lane's run of sequences."""
     run = (kv_lens.shape[0] + 31) // 32
-    lens = cute.make_rmem_tensor(cute.make_layout(_LENS_OF_LANE), Int32)
+    lens = cute.make_rmem_tensor(cute.make_layout(LENS_OF_LANE), Int32)
     lens.fill(0)
-    for idx in cutlass.range_constexpr(_LENS_OF_LANE):
+    for idx in cutlass.range_constexpr(LENS_OF_LANE):
         if idx < run:
             lens[idx] = _len_of(kv_lens, cute.arch.lane_idx() * run + idx)
     return lens
@@ -175,7 +195,10 @@ def _first_boxes(
     layers: Int32,
     layer: Int32,
 ):
-    """Where boxes lane and lane + 32 of the work lie in the cache, see mla_tiles.box_place; all are asked at once."""
+    """Where boxes lane and lane + 32 of the work lie in the cache, see mla_tiles.box_place, and the sequence's length.
+
+    All are asked at once.
+    """
     first, seq, before = work[0], work[2], work[3]
     places = cute.make_rmem_tensor(cute.make_layout(2), Int32)
     places.fill(0)
@@ -188,7 +211,7 @@ def _first_boxes(
             slot = cute.arch.load(entry, Int32, sem="relaxed", scope="gpu") * layers + layer
             if token < kv_len:
                 places[idx] = slot * (page_size // box) + token % page_size // box
-    return places[0], places[1]
+    return places[0], places[1], kv_len
 
 
 @cute.jit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dist_infer.kernels.cute import mla_decode as op
-from dist_infer.kernels.cute.mla_merge import EMPTY
+from dist_infer.kernels.cute.mla_parts import EMPTY
 
 SCALE = 192**-0.5
 

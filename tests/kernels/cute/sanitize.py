@@ -8,7 +8,8 @@ are those of sanitized_launches.
 racecheck does not follow every order: not where one lane arrives at an mbarrier for its whole warp, nor where two
 warpgroups wait for each other at a named barrier after one of them has waited for its own warps at another. The minimal
 kernels of race_patterns show both, with and without --racecheck-indirect-barrier-dependency. So reports count where
-they name an access to anything but `HANDED_OVER`: what warpgroups hand to each other in these ways.
+they name an access to anything but `HANDED_OVER`: what warpgroups hand to each other in these ways. An access may have
+the line where shared memory is allocated; then the one that it races with tells what it is of.
 """
 
 import os
@@ -37,6 +38,7 @@ LAUNCHES = (
     "staged_nvfp4",
 )
 HANDED_OVER = ("stats[", "exchange[", "totals[", "shared[", "raised[")
+_ALLOCATION = "SmemAllocator().allocate("
 _TIMEOUT_S = 600
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _ACCESS = re.compile(r"(?:Read|Write) access at \S+(?: in (\w+\.py):(\d+))?")
@@ -79,10 +81,13 @@ def sanitize(check: str, launches: str, folder: Path) -> Report:
 def unexplained(text: str, sources: Mapping[str, str]) -> list[str]:
     """The accesses of racecheck's reports whose lines are of nothing handed over; one of an unknown line is such."""
     found = set()
-    for name, line in _ACCESS.findall(text):
-        source = sources[name].splitlines()[int(line) - 1].strip() if name in sources else "somewhere"
-        if not any(memory in source for memory in HANDED_OVER):
-            found.add(f"{name}:{line}: {source}")
+    for report in text.split("Race reported"):
+        lines = set()
+        for name, line in _ACCESS.findall(report):
+            source = sources[name].splitlines()[int(line) - 1].strip() if name in sources else "somewhere"
+            lines.add(f"{name}:{line}: {source}")
+        told = {line for line in lines if _ALLOCATION not in line}
+        found |= {line for line in told or lines if not any(memory in line for memory in HANDED_OVER)}
     return sorted(found)
 
 

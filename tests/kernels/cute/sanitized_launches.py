@@ -58,7 +58,17 @@ def narrow_decodes() -> None:
     for lens, heads, query_len, page_size in _DECODES:
         q, cache, table, kv_lens = narrow.make(lens, heads, query_len, page_size)
         scale = torch.tensor([0.5], device="cuda")
-        narrow.decode(q, cache, table, kv_lens, query_len=query_len, page_size=page_size, cache_scale=scale)
+        for rounded in {False, heads == 64}:
+            narrow.decode(
+                q,
+                cache,
+                table,
+                kv_lens,
+                query_len=query_len,
+                page_size=page_size,
+                cache_scale=scale,
+                rounded=rounded,
+            )
 
 
 def grouped_products() -> None:

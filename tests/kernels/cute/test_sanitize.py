@@ -15,7 +15,7 @@ needs_tool = [
     pytest.mark.soak,
     pytest.mark.skipif(shutil.which(TOOL) is None, reason=f"host: {TOOL} is not installed"),
 ]
-SOURCES = {"a.py": "first\nstats[0] = 1\nexchanged[0] = 2\nx = shared[1]\n"}
+SOURCES = {"a.py": "first\nstats[0] = 1\nexchanged[0] = 2\nx = shared[1]\ns = SmemAllocator().allocate(x)\n"}
 
 
 def test_what_is_handed_over_is_known_by_its_line() -> None:
@@ -27,6 +27,12 @@ def test_what_is_handed_over_is_known_by_its_line() -> None:
     assert unexplained(text.replace("a.py:4", "a.py:3"), SOURCES) == ["a.py:3: exchanged[0] = 2"]
     assert unexplained(text.replace("a.py:2", "b.py:2"), SOURCES) == ["b.py:2: somewhere"]
     assert unexplained(text.replace(" in a.py:2", ""), SOURCES) == [":: somewhere"]
+    assert unexplained(text.replace("a.py:4", "a.py:5"), SOURCES) == []
+    assert unexplained(text.replace("a.py:4", "a.py:5").replace("a.py:2", "a.py:3"), SOURCES) == [
+        "a.py:3: exchanged[0] = 2"
+    ]
+    allocations = text.replace("a.py:4", "a.py:5").replace("a.py:2", "a.py:5")
+    assert unexplained(allocations, SOURCES) == ["a.py:5: s = SmemAllocator().allocate(x)"]
 
 
 @pytest.fixture(scope="module")
