@@ -14,7 +14,7 @@ MEASURED: tuple[Measured, ...] = (
         op="mla_attention.generation",
         library="cute",
         sizes={"heads": range(9, 17), "seqs": range(1, 129), "cache_bytes": range(2, 3)},
-        figures="us, cute / triton: 1 x 1k 8.9 / 19.6, 8 x 4k 19.3 / 41.7, 32 x 4k 49.1 / 80.2, 128 x 4k 153.1 / 267.5"
+        figures="us, cute / triton: 1 x 1k 7.8 / 19.6, 8 x 4k 17.7 / 41.7, 32 x 4k 48.7 / 80.2, 128 x 4k 147.9 / 267.5"
         f" ({_SOURCES})",
     ),
     Measured(
@@ -22,7 +22,7 @@ MEASURED: tuple[Measured, ...] = (
         op="mla_attention.generation",
         library="cute",
         sizes={"heads": range(65, 129), "seqs": range(1, 129), "cache_bytes": range(2, 3)},
-        figures="us, cute / triton: 1 x 4k 14.6 / 64.3, 8 x 4k 32.9 / 105.9, 32 x 4k 81.9 / 298.4, 128 x 4k 272.0 /"
+        figures="us, cute / triton: 1 x 4k 16.3 / 64.3, 8 x 4k 33.4 / 105.9, 32 x 4k 78.9 / 298.4, 128 x 4k 237.0 /"
         f" 868.8 ({_SOURCES})",
     ),
 )
