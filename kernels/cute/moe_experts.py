@@ -53,8 +53,8 @@ def expert_outputs(
     """
     if _by_triton(expert_ids, w_down, form):
         return outputs_by_triton(x, expert_ids, w_gate_up, w_down, activation)
-    num_experts, top_k = len(w_down), expert_ids.shape[1]
-    own = form_for(expert_ids.numel(), num_experts, x.shape[1], form)
+    num_experts, width, inner = w_down.shape
+    own = form_for(expert_ids.numel(), num_experts, width, inner, form)
     orders = expert_ids.numel() <= MAX_ORDERED and own.is_short and expert_ids.dtype == torch.int32
     first, second = (
         Variant(activation=kind, dtype=x.dtype, orders=orders, **own._asdict()) for kind in (activation, None)
@@ -62,7 +62,7 @@ def expert_outputs(
     order = firsts = expert_ids.flatten()
     if not orders:
         order, firsts = align(expert_ids.int().contiguous(), num_experts)
-    hidden = gate_up(x.contiguous(), w_gate_up.contiguous(), order, firsts, top_k, first)
+    hidden = gate_up(x.contiguous(), w_gate_up.contiguous(), order, firsts, expert_ids.shape[1], first)
     return down(hidden, w_down.contiguous(), order, firsts, second)
 
 

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dist_infer.kernels.cute.quantized_parts import DEPTH
+from dist_infer.kernels.cute.quantized_parts import DEPTH, slot_after
 
 _HALF = 64  # channels of a swizzled row of pairs, and of a buffer of operands
 _WORDS = 16  # of a buffer in a thread
@@ -32,10 +32,11 @@ def sum_decoded(
     empty: cute.Pointer,
     stage: Int32,
     phase: Int32,
+    slot: Int32,
     depth: Int32,
     thread: Int32,
 ):
-    """low, high = products of `size` pairs with the rows of either box; (stage, phase) after them."""
+    """low, high = products of `size` pairs with the rows of either box; (stage, phase, slot) after them."""
     op = warpgroup.MmaF16BF16Op(
         BFloat16, Float32, (64, size, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
     )
@@ -67,11 +68,13 @@ def sum_decoded(
     while k < depth:
         cute.arch.mbarrier_wait(full + stage, phase)
         cute.arch.fence_proxy("async.shared", space="cta")  # rows were not copied by TMA
+        row_bytes = cutlass.const_expr(v.scale_bytes * v.scale_stages)
+        scales = scale_tiles.toint() + slot * v.slot_bytes + k % v.scale_stages * v.scale_bytes
         for box in cutlass.range_constexpr(2):
             row0 = weights.iterator.toint() + (2 * stage + box) * (v.box * v.weight_bytes)
-            scale_at = scale_tiles.toint() + stage * v.stage_scale_bytes + (box * v.box + scale_row) * v.scale_bytes
+            scale_at = scales + (box * v.box + scale_row) * row_bytes
             upper = _scales(v, scale_at, lane)
-            lower = _scales(v, scale_at + 8 * v.scale_bytes, lane)
+            lower = _scales(v, scale_at + 8 * row_bytes, lane)
             for half in cutlass.range_constexpr(2):
                 if cutlass.const_expr(box == 1):
                     warpgroup.wait_group(1)  # the products before the last ones have read this buffer
@@ -92,8 +95,9 @@ def sum_decoded(
         if stage == v.num_stages:
             stage = Int32(0)
             phase ^= 1
+        slot = slot_after(v, slot, k)
         k += 1
-    return stage, phase
+    return stage, phase, slot
 
 
 @cute.jit

@@ -18,6 +18,7 @@ class Form(NamedTuple):
     num_stages: int
     num_groups: int
     num_ctas: int = 1
+    streams: bool = False
 
     @property
     def is_short(self) -> bool:
@@ -25,36 +26,41 @@ class Form(NamedTuple):
         return self.sizes[-1] <= SHORT
 
 
-_FEW, _SOME, _MANY = (8, 16), (8, 16, 24, 32), (16, 32, 48, 64, 80, 96, 112, 120, 128)
+_FEW, _SOME, _MORE, _MANY = (8, 16), (8, 16, 24, 32), (16, 24, 32, 40, 48), (16, 32, 48, 64, 80, 96, 112, 120, 128)
 
 # Up to so many pairs an expert: of gate and up, and of down.
 FORMS: Mapping[WeightFormat, Sequence[tuple[float, Form, Form]]] = MappingProxyType(
     {
         WeightFormat.FP8_BLOCK: (
-            (4, Form(_FEW, 5, 1, 2), Form(_FEW, 5, 1, 2)),
+            (0.25, Form(_FEW, 5, 1, 2), Form(_FEW, 5, 1, 2)),
+            (4, Form(_FEW, 2, 2, 2, streams=True), Form(_FEW, 2, 2, 2, streams=True)),
             (16, Form(_SOME, 5, 2), Form(_SOME, 5, 2)),
+            (40, Form(_MORE, 5, 2), Form(_MORE, 5, 2)),
             (float("inf"), Form(_MANY, 4, 2), Form(_MANY, 4, 2)),
         ),
         WeightFormat.MXFP8: (
-            (4, Form(_FEW, 4, 1, 2), Form(_FEW, 4, 1, 2)),
-            (16, Form(_SOME, 5, 2), Form(_SOME, 5, 2)),
+            (4, Form(_FEW, 2, 2, 2, streams=True), Form(_FEW, 2, 2, 2, streams=True)),
+            (16, Form(_SOME, 2, 2, 2), Form(_SOME, 2, 2, 2)),
             (float("inf"), Form(_MANY, 3, 2), Form(_MANY, 3, 2)),
         ),
         WeightFormat.NVFP4: (
-            (4, Form(_FEW, 7, 1, 2), Form(_FEW, 7, 1, 2)),
-            (16, Form(_SOME, 7, 2), Form(_SOME, 7, 2)),
+            (8, Form(_FEW, 3, 2, 2), Form(_FEW, 3, 2, 2)),
+            (16, Form(_SOME, 3, 2, 2), Form(_SOME, 3, 2, 2)),
+            (48, Form(_MANY, 4, 2), Form(_SOME, 3, 2, 2)),
             (float("inf"), Form(_MANY, 4, 2), Form(_MANY, 4, 2)),
         ),
     }
 )
 
-# Up to so many pairs an expert the products of Triton are faster, where it isn't only where each pair is by itself.
-_BY_TRITON: Mapping[WeightFormat, float] = MappingProxyType({WeightFormat.NVFP4: 0.25})
+# Up to so many pairs an expert the products of Triton, of each pair by itself, are faster.
+_BY_TRITON: Mapping[WeightFormat, float] = MappingProxyType(
+    {WeightFormat.FP8_BLOCK: 0.1, WeightFormat.MXFP8: 0.2, WeightFormat.NVFP4: 0.1}
+)
 
 
 def are_too_few(weight_format: WeightFormat, num_pairs: int, num_experts: int) -> bool:
-    """The products of Triton are faster."""
-    return num_pairs <= _BY_TRITON.get(weight_format, 0.0) * num_experts
+    """The products of Triton are faster, or there is nothing to compute."""
+    return num_pairs <= _BY_TRITON[weight_format] * num_experts
 
 
 def forms_for(weight_format: WeightFormat, num_pairs: int, num_experts: int) -> tuple[Form, Form]:

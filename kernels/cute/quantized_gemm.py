@@ -111,7 +111,7 @@ def _check(
         and isinstance(rows, Fp8Tensor) == variant.is_fp8
         and (isinstance(rows, Fp8Tensor) or (rows.dtype == torch.bfloat16 and rows.is_contiguous()))
         and rows.shape[1] == weight.shape[1]
-        and not rows.shape[1] % DEPTH
+        and not rows.shape[1] % (DEPTH * variant.scale_stages)
         and not channels % DEPTH
         and num_experts <= MAX_EXPERTS
     )
@@ -231,7 +231,7 @@ class _Launch:
             empty: cute.struct.MemRange[Int64, v.num_stages]
             tables: cute.struct.Align[cute.struct.MemRange[Int32, 4 * TABLE_LEN], 16]
             order: cute.struct.MemRange[Int16, MAX_ORDERED if v.orders else 2]
-            scales: cute.struct.Align[cute.struct.MemRange[Uint8, v.num_stages * v.stage_scale_bytes], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[Uint8, v.num_slots * v.slot_bytes], 16]
             passing: cute.struct.Align[cute.struct.MemRange[Uint8, v.passing_bytes], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Uint8, num_row_bytes], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(weights_layout)], 1024]

@@ -13,10 +13,10 @@ from dist_infer.kernels.cute.grouped_gemm_write import write
 from dist_infer.kernels.cute.moe_copies import move_16_bytes
 from dist_infer.kernels.cute.moe_schedule import look_up, tile_of
 from dist_infer.kernels.cute.quantized_decode import factor_of, sum_decoded
-from dist_infer.kernels.cute.quantized_parts import DEPTH, load_float, load_floats
+from dist_infer.kernels.cute.quantized_parts import DEPTH, Variant, load_float, load_floats, slot_after
 from dist_infer.kernels.cute.quantized_write import move_in_places, pair_of, scatter, write_quantized
 
-_ONE, _TWO = 64, 128  # pairs: up to so many are multiplied at a time, or half as many
+_OTHERS, _ROWS = 16, 4  # registers of a thread that have neither sums nor products, and that know rows of results
 
 
 @cute.jit
@@ -48,7 +48,7 @@ def multiply(
     low = cute.make_rmem_tensor(cute.make_layout(v.pairs // 2), Float32)
     high = cute.make_rmem_tensor(cute.make_layout(v.pairs // 2), Float32)
     rows = cute.make_rmem_tensor(cute.make_layout(v.pairs // (4 if v.is_scattered else STEP)), Int32)
-    stage, phase = Int32(0), Int32(0)
+    stage, phase, slot = Int32(0), Int32(0), Int32(0)
     lane = cute.arch.lane_idx()
     known = look_up(tables, lane, num_tiles, channel_blocks, v.pairs)
     factor = Float32(1.0)
@@ -66,30 +66,49 @@ def multiply(
             if longest > smaller and longest <= v.sizes[which]:
                 operands = (v, v.sizes[which], low, high, weights, row_tiles, scale_tiles, full, empty)
                 if cutlass.const_expr(v.is_fp8):
-                    stage, phase = _sum(*operands, stage, phase, depth, group)
+                    stage, phase, slot = _sum(*operands, stage, phase, slot, depth, group)
                 else:
-                    stage, phase = sum_decoded(*operands, stage, phase, depth, thread)
+                    stage, phase, slot = sum_decoded(*operands, stage, phase, slot, depth, thread)
         if cutlass.const_expr(v.is_nvfp4):
             for place in cutlass.range_constexpr(v.pairs // 2):
                 low[place] *= factor
                 high[place] *= factor
-        buffer = passing.toint()
-        if cutlass.const_expr(v.quantizes):
-            write_quantized(v, low, high, buffer, out, out_scales, first, count, block, channels, thread)
-        else:
-            buffer += group * (v.num_passes * PASS_BYTES)
-            own = (channels, thread % 128, group)
-            if cutlass.const_expr(v.gate_up):
-                move = move_16_bytes if v.is_fp8 else partial(move_in_places, v)
-                write(v, low, high, buffer, rows, out, count, block * v.box + group * 64, *own, move)
-            else:
-                for box, sums in enumerate((low, high)):
-                    channel = (2 * block + box) * v.box + group * 64
-                    if cutlass.const_expr(v.is_scattered):
-                        scatter(v, sums, rows, out, count, channel, channels, thread % 128)
-                    else:
-                        write(v, sums, None, buffer, rows, out, count, channel, *own)
+        _leave(v, low, high, passing.toint(), rows, out, out_scales, first, count, block, channels, thread, group)
         turn += 1
+
+
+@cute.jit
+def _leave(
+    v: cutlass.Constexpr,
+    low: cute.Tensor,
+    high: cute.Tensor,
+    buffer: Int32,
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    out_scales: Any,
+    first: Int32,
+    count: Int32,
+    block: Int32,
+    channels: Int32,
+    thread: Int32,
+    group: Int32,
+) -> None:
+    """A tile's sums on their way out."""
+    if cutlass.const_expr(v.quantizes):
+        write_quantized(v, low, high, buffer, out, out_scales, first, count, block, channels, thread)
+    else:
+        buffer += group * (v.num_passes * PASS_BYTES)
+        own = (channels, thread % 128, group)
+        if cutlass.const_expr(v.gate_up):
+            move = move_16_bytes if v.is_fp8 else partial(move_in_places, v)
+            write(v, low, high, buffer, rows, out, count, block * v.box + group * 64, *own, move)
+        else:
+            for box, sums in enumerate((low, high)):
+                channel = (2 * block + box) * v.box + group * 64
+                if cutlass.const_expr(v.is_scattered):
+                    scatter(v, sums, rows, out, count, channel, channels, thread % 128)
+                else:
+                    write(v, sums, None, buffer, rows, out, count, channel, *own)
 
 
 @cute.jit
@@ -119,16 +138,16 @@ def _sum(
     empty: cute.Pointer,
     stage: Int32,
     phase: Int32,
+    slot: Int32,
     depth: Int32,
     group: Int32,
 ):
-    """low, high = products of `size` pairs with the rows of either box; (stage, phase) after them.
+    """low, high = products of `size` pairs with the rows of either box; (stage, phase, slot) after them.
 
     The products of a stage are those of one block of scales: they are added to the sums with their scales, in float32.
     """
-    parts = cutlass.const_expr(_parts_of(size))
-    buffer_len = cutlass.const_expr(parts[0][2] // 2)
-    products = cute.make_rmem_tensor(cute.make_layout(2 * buffer_len), Float32)
+    num_buffers = cutlass.const_expr(_num_buffers(v, size))
+    products = cute.make_rmem_tensor(cute.make_layout((size // 2, num_buffers)), Float32)
     lane = cute.arch.lane_idx()
     for place in cutlass.range_constexpr(size // 2):
         low[place] = Float32(0.0)
@@ -137,52 +156,50 @@ def _sum(
     while k < depth:
         cute.arch.mbarrier_wait(full + stage, phase)
         cute.arch.fence_proxy("async.shared", space="cta")  # rows were not copied by TMA
-        scales = scale_tiles.toint() + stage * v.stage_scale_bytes
-        _multiply_part(v, parts[0], products.iterator, weights, row_tiles, stage, group)
-        for idx in cutlass.range_constexpr(len(parts)):
-            if cutlass.const_expr(idx + 1 < len(parts)):
-                buffer = products.iterator + (idx + 1) % 2 * buffer_len
-                _multiply_part(v, parts[idx + 1], buffer, weights, row_tiles, stage, group)
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
-            sums = high if parts[idx][0] else low
-            _add_scaled(v, parts[idx], sums, products.iterator + idx % 2 * buffer_len, scales, lane)
+        scales = scale_tiles.toint() + slot * v.slot_bytes
+        ahead = cutlass.const_expr(num_buffers - 1)  # boxes that are multiplied while one is added
+        for box in cutlass.range_constexpr(-ahead, 2):
+            begun = cutlass.const_expr(box + ahead)
+            if cutlass.const_expr(begun < 2):
+                own = products[None, begun % num_buffers]
+                _multiply_box(v, size, begun, own, weights, row_tiles, stage, group)
+            if cutlass.const_expr(box >= 0):
+                warpgroup.wait_group(min(ahead, 1 - box))
+                _add_scaled(v, size, box, high if box else low, products[None, box % num_buffers], scales, lane)
+        cute.arch.sync_warp()  # all lanes have read their scales
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty + stage)
         stage += 1
         if stage == v.num_stages:
             stage = Int32(0)
             phase ^= 1
+        slot = slot_after(v, slot, k)
         k += 1
-    return stage, phase
+    return stage, phase, slot
 
 
-def _parts_of(size: int) -> tuple[tuple[int, int, int], ...]:
-    """(box, first pair, pairs) of what is multiplied at a time: a thread has room for the products of two parts."""
-    count = 1 + (size > _ONE) + (size > _TWO)
-    longest = -(-size // (8 * count)) * 8
-    starts = range(0, size, longest)
-    return tuple((box, start, min(longest, size - start)) for box in range(2) for start in starts)
+def _num_buffers(v: Variant, size: int) -> int:
+    """For the products of both boxes, where registers allow it, else of one."""
+    return 1 + (size <= v.registers[1] - _OTHERS - (0 if v.quantizes else _ROWS) - v.pairs)
 
 
 @cute.jit
-def _multiply_part(
+def _multiply_box(
     v: cutlass.Constexpr,
-    part: cutlass.Constexpr,
-    buffer: cute.Pointer,
+    size: cutlass.Constexpr,
+    box: cutlass.Constexpr,
+    products: cute.Tensor,
     weights: cute.Tensor,
     row_tiles: cute.Pointer,
     stage: Int32,
     group: Int32,
 ) -> None:
-    """The products of a part of a stage, not added to any."""
-    box, start, pairs = part
+    """The products of one box of a stage, not added to any."""
     op = warpgroup.MmaF8Op(
         Float8E4M3FN,
         Float8E4M3FN,
         Float32,
-        (64, pairs, 32),
+        (64, size, 32),
         warpgroup.OperandSource.SMEM,
         OperandMajorMode.K,
         OperandMajorMode.K,
@@ -191,41 +208,39 @@ def _multiply_part(
     mma_thread = mma.get_slice(group * 128)  # operands in shared memory are the warpgroup's
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
     tokens_layout = cute.append(
-        cute.tile_to_shape(atom, (pairs, DEPTH), order=(0, 1)).outer,
+        cute.tile_to_shape(atom, (size, DEPTH), order=(0, 1)).outer,
         cute.make_layout(v.num_stages, stride=v.pairs * DEPTH),
     )
-    tokens_at = cute.recast_ptr(row_tiles + start * DEPTH, atom.inner, dtype=Float8E4M3FN)
+    tokens_at = cute.recast_ptr(row_tiles, atom.inner, dtype=Float8E4M3FN)
     narrow = cute.make_tensor(cute.recast_ptr(weights.iterator, atom.inner, dtype=Float8E4M3FN), weights.layout)
     f_w = mma_thread.make_fragment_A(mma_thread.partition_A(narrow))
     f_t = mma_thread.make_fragment_B(mma_thread.partition_B(cute.make_tensor(tokens_at, tokens_layout)))
-    products = cute.make_tensor(buffer, cute.make_layout(mma_thread.partition_shape_C((v.box, pairs))))
+    sums = cute.make_tensor(products.iterator, cute.make_layout(mma_thread.partition_shape_C((v.box, size))))
     warpgroup.fence()
     for step in cutlass.range_constexpr(DEPTH // 32):
         mma.set(warpgroup.Field.ACCUMULATE, step > 0)
         f_step = f_t[(None, None, step, stage)]
-        cute.gemm(mma, products, f_w[(None, None, step, 2 * stage + box)], f_step, products)
+        cute.gemm(mma, sums, f_w[(None, None, step, 2 * stage + box)], f_step, sums)
     warpgroup.commit_group()
 
 
 @cute.jit
 def _add_scaled(
     v: cutlass.Constexpr,
-    part: cutlass.Constexpr,
+    size: cutlass.Constexpr,
+    box: cutlass.Constexpr,
     sums: cute.Tensor,
-    buffer: cute.Pointer,
+    products: cute.Tensor,
     scales: Int32,
     lane: Int32,
 ) -> None:
-    """Adds the products of a part to the sums, times the scales of pairs and weights."""
-    box, start, pairs = part
-    products = cute.make_tensor(buffer, cute.make_layout(pairs // 2))
+    """Adds the products of a box to its sums, times the scales of pairs and weights."""
     of_weights = load_float(scales + (v.pairs + box) * 4)
-    for j in cutlass.range_constexpr(pairs // 8):
-        even, odd = load_floats(scales + lane % 4 * 8 + start * 4 + 32 * j)
+    for j in cutlass.range_constexpr(size // 8):
+        even, odd = load_floats(scales + lane % 4 * 8 + 32 * j)
         even *= of_weights
         odd *= of_weights
         for h in cutlass.range_constexpr(2):
             at = cutlass.const_expr(4 * j + 2 * h)
-            to = cutlass.const_expr(start // 2 + at)
-            sums[to] = sums[to] + products[at] * even
-            sums[to + 1] = sums[to + 1] + products[at + 1] * odd
+            sums[at] = sums[at] + products[at] * even
+            sums[at + 1] = sums[at + 1] + products[at + 1] * odd

@@ -12,7 +12,7 @@ from dist_infer.kernels.scaled_linear import WeightFormat
 
 DEPTH = 128  # channels summed over a stage
 ROW_BYTES = 128  # of a swizzled row of pairs in shared memory
-_LOADS = 40  # registers of a thread that loads
+_LOADS, _FEWER_LOADS = 56, 40  # registers of a thread that loads, alone on a multiprocessor or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class Variant:
     `sizes`: numbers of pairs that a tile is computed for, ascending multiples of 8, the last one of 16.
     `num_groups`: warpgroups that multiply, one or two; each has 64 rows of either box of weights.
     `num_ctas`: on a multiprocessor.
+    `streams`: each weight is read once, so that caches needn't keep it.
+    `scale_stages`: of MXFP8 and NVFP4, stages whose scales of a row come together; depth is whole numbers of them.
     `orders`: there is no order yet, but the ids of the pairs; tiles are short.
     """
 
@@ -31,6 +33,8 @@ class Variant:
     num_stages: int
     num_groups: int
     num_ctas: int = 1
+    streams: bool = False
+    scale_stages: int = 1
     orders: bool = False
 
     @property
@@ -84,9 +88,16 @@ class Variant:
         return 8 if self.is_nvfp4 else 4
 
     @property
-    def stage_scale_bytes(self) -> int:
-        """With FP8 of all pairs, then of the boxes; else of the rows of weights."""
-        return (self.pairs + 4) * 4 if self.is_fp8 else 2 * self.box * self.scale_bytes
+    def slot_bytes(self) -> int:
+        """Of scales that come together: with FP8 of all pairs, then of the boxes; else of the rows of weights."""
+        if self.is_fp8:
+            return (self.pairs + 4) * 4
+        return 2 * self.box * self.scale_bytes * self.scale_stages
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of scales: all stages that aren't free have theirs."""
+        return self.num_stages if self.scale_stages == 1 else self.num_stages // self.scale_stages + 1
 
     @property
     def scales_of_thread(self) -> int:
@@ -102,7 +113,8 @@ class Variant:
     def registers(self) -> tuple[int, int]:
         """Of a thread that loads, and of one that multiplies: what they were given in equal shares, shared anew."""
         given = 65536 // (self.num_ctas * self.num_threads) // 8 * 8
-        return _LOADS, (given * (1 + self.num_groups) - _LOADS) // self.num_groups // 8 * 8
+        loads = _LOADS if self.num_ctas == 1 else _FEWER_LOADS
+        return loads, (given * (1 + self.num_groups) - loads) // self.num_groups // 8 * 8
 
     @property
     def shares_anew(self) -> bool:
@@ -132,19 +144,31 @@ class Variant:
 
 @cute.jit
 def copy_bytes(target: Int32, source: Int64, size: cutlass.Constexpr) -> None:
-    """4 or 8 bytes from global to shared memory; `arrive_when_copied` waits for them too."""
-    cute.arch.inline_ptx(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size};", read_only_args=[target, source])
+    """4, 8 or 16 bytes from global to shared memory; `arrive_when_copied` waits for them too."""
+    cache = cutlass.const_expr("cg" if size == 16 else "ca")  # past the first, where that is possible
+    copy = cutlass.const_expr(f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size};")
+    cute.arch.inline_ptx(copy, read_only_args=[target, source])
+
+
+@cute.jit
+def slot_after(v: cutlass.Constexpr, slot: Int32, k: Int32) -> Int32:
+    """The slot of scales of the stage behind stage k of a tile."""
+    if k % v.scale_stages == v.scale_stages - 1:
+        slot += 1
+    if slot == v.num_slots:
+        slot = Int32(0)
+    return slot
 
 
 @cute.jit
 def load_float(source: Int32) -> Float32:
     """From shared memory."""
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[source])
+    load = cutlass.const_expr("ld.shared.f32 {$w0}, [{$r0}];")
+    return cute.arch.inline_ptx(load, write_only_types=[Float32], read_only_args=[source])
 
 
 @cute.jit
 def load_floats(source: Int32):
     """Two from shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[source]
-    )
+    load = cutlass.const_expr("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];")
+    return cute.arch.inline_ptx(load, write_only_types=[Float32, Float32], read_only_args=[source])

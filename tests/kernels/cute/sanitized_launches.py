@@ -90,22 +90,22 @@ def grouped_products() -> None:
 
 def quantized_products(weight_format: WeightFormat) -> None:
     """Both products of experts with quantised weights: by two warpgroups, and by one that puts the pairs in order."""
-    width, inner = quantized_gemms.WIDTH, quantized_gemms.INNER
+    inner = quantized_gemms.INNER
     for counts, num_dead in COUNTS[:3]:
         order, firsts = ragged(counts, num_dead)
         ids = torch.randint(-1, len(counts) + 1, (len(order),), device="cuda", dtype=torch.int32)
-        x, hidden = (
-            quantized_gemms.operand(normal(rows, columns), weight_format)
-            for rows, columns in ((len(order) // TOP_K, width), (len(order), inner))
-        )
-        up, down = (
-            quantized(normal(len(counts) * rows, columns), weight_format)
-            for rows, columns in ((2 * inner, width), (width, inner))
-        )
-        for num_groups, pairs in ((2, (order, firsts)), (1, (ids, ids))):
+        for num_groups, width, pairs in ((2, quantized_gemms.WIDTH, (order, firsts)), (1, 2 * inner, (ids, ids))):
+            x, hidden = (
+                quantized_gemms.operand(normal(rows, columns), weight_format)
+                for rows, columns in ((len(order) // TOP_K, width), (len(order), inner))
+            )
+            up, down = (
+                quantized(normal(len(counts) * rows, columns), weight_format)
+                for rows, columns in ((2 * inner, width), (width, inner))
+            )
             first, second = (
-                replace(quantized_gemms.variant(weight_format, kind, num_groups), orders=num_groups == 1)
-                for kind in _PRODUCTS
+                replace(quantized_gemms.variant(weight_format, kind, num_groups, columns), orders=num_groups == 1)
+                for kind, columns in zip(_PRODUCTS, (width, inner), strict=True)
             )
             quantized_gemm.gate_up(x, up, len(counts), *pairs, TOP_K, first)
             quantized_gemm.down(hidden, down, len(counts), *pairs, second)

@@ -56,10 +56,12 @@ def test_variants_compile_without_a_gpu(activation: GatedActivation | None, form
 
 
 def test_the_form_follows_from_pairs_an_expert() -> None:
-    assert form_for(128, 128, 2048) is FORMS[0][1]
-    assert form_for(18 * 64 + 1, 64, 2048) is FORMS[2][1]
-    assert form_for(128, 128, 2048, 3) is FORMS[3][1]
-    odd = form_for(128, 128, 192)
+    assert form_for(128, 128, 2048, 768) is FORMS[0][1]
+    assert form_for(18 * 64 + 1, 64, 2048, 768) is FORMS[2][1]
+    assert form_for(128, 128, 2048, 768, 3) is FORMS[3][1]
+    assert form_for(1 << 15, 128, 2048, 768).cluster == 2
+    assert form_for(1 << 15, 128, 2048, 1408).cluster == 1  # 11 blocks
+    odd = form_for(128, 128, 192, 768)
     assert (odd.pieces, odd.num_stages) == (1, 12)
     for _, form in FORMS:
         made = variant(None, form)

@@ -20,7 +20,9 @@ from dist_infer.kernels.carriers import (
 )
 from dist_infer.kernels.cute import grouped_gemm as wide_op
 from dist_infer.kernels.cute import quantized_gemm as op
+from dist_infer.kernels.cute.grouped_gemm_parts import STEP
 from dist_infer.kernels.cute.grouped_gemm_parts import Variant as WideVariant
+from dist_infer.kernels.cute.quantized_forms import FORMS
 from dist_infer.kernels.cute.quantized_parts import Variant
 from dist_infer.kernels.quantize import dequantize
 from dist_infer.kernels.reference.quantize import quantize
@@ -36,15 +38,22 @@ WIDTH, INNER = 384, 256
 SLACK = 2**-10
 
 
-def variant(weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int = 2) -> Variant:
-    """Of fewer stages and sizes than are chosen for speed: a ring goes round often."""
+def variant(
+    weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int = 2, channels: int = 0
+) -> Variant:
+    """Of fewer stages and sizes than are chosen for speed: a ring goes round often.
+
+    Over `channels` that are pairs of stages the scales of two come together where the format allows it.
+    """
+    is_even = weight_format is not WeightFormat.FP8_BLOCK and channels % 256 == 0 and channels > 0
     return Variant(
         weight_format=weight_format,
         activation=activation,
-        sizes=(40, 80) if num_groups == 2 else (8, 16),
+        sizes=(40, 96) if num_groups == 2 else (8, 16),
         num_stages=3,
         num_groups=num_groups,
         num_ctas=3 - num_groups,
+        scale_stages=2 if is_even else 1,
     )
 
 
@@ -54,19 +63,19 @@ SEVERAL = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "activation", "num_groups"),
+    ("weight_format", "activation", "num_groups", "channels"),
     [
-        (WeightFormat.FP8_BLOCK, GatedActivation.SILU, 2),
-        (WeightFormat.FP8_BLOCK, None, 1),
-        (WeightFormat.MXFP8, None, 1),
-        (WeightFormat.NVFP4, GatedActivation.SWIGLUOAI, 1),
+        (WeightFormat.FP8_BLOCK, GatedActivation.SILU, 2, 0),
+        (WeightFormat.FP8_BLOCK, None, 1, 0),
+        (WeightFormat.MXFP8, None, 1, 512),
+        (WeightFormat.NVFP4, GatedActivation.SWIGLUOAI, 1, 0),
     ],
 )
 def test_variants_compile_without_a_gpu(
-    weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int, tmp_path: Path
+    weight_format: WeightFormat, activation: GatedActivation | None, num_groups: int, channels: int, tmp_path: Path
 ) -> None:
     options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
-    own = variant(weight_format, activation, num_groups)
+    own = variant(weight_format, activation, num_groups, channels)
     ptx = op.compiled(own, has_global_scale=own.is_nvfp4, options=options).__ptx__  # type: ignore[attr-defined]
     assert ".target sm_90a" in ptx
     kind = "k32.f32.e4m3.e4m3" if own.is_fp8 else "k16.f32.bf16.bf16"
@@ -75,6 +84,14 @@ def test_variants_compile_without_a_gpu(
     assert "cp.async.bulk.tensor.2d" in ptx and "cp.async.cg.shared.global" in ptx
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is own.quantizes
     assert "ld.local" not in ptx
+
+
+def test_forms_are_of_whole_steps() -> None:
+    """Threads copy and store so many pairs at a time: of the last ones of another tile none would care."""
+    for choices in FORMS.values():
+        for _, *both in choices:
+            for form in both:
+                assert not form.sizes[-1] % STEP and not any(size % 8 for size in form.sizes)
 
 
 def in_blocks(rows: Tensor) -> Fp8Tensor:
@@ -132,9 +149,10 @@ def test_gate_up_against_float64(
 ) -> None:
     order, firsts = ragged(counts, num_dead)
     ends = firsts.tolist()
-    x = operand(normal(len(order) // TOP_K, WIDTH) * WIDTH**0.5 * 4, weight_format)
-    weight = quantized(normal(len(counts) * 2 * INNER, WIDTH), weight_format)
-    own = variant(weight_format, activation, num_groups)
+    width = WIDTH if num_groups == 2 else 512
+    x = operand(normal(len(order) // TOP_K, width) * width**0.5 * 4, weight_format)
+    weight = quantized(normal(len(counts) * 2 * INNER, width), weight_format)
+    own = variant(weight_format, activation, num_groups, width)
     poisoned(op.gate_up(x, weight, len(counts), order, firsts, TOP_K, own))
     out = op.gate_up(x, weight, len(counts), order, firsts, TOP_K, own)
     rows = values(x, weight_format)[(order[: ends[-1]] // TOP_K).long()]
@@ -164,7 +182,7 @@ def test_down_against_float64(counts: list[int], num_dead: int, num_groups: int,
     rows[ends[-1] :] = float("nan")
     hidden = operand(rows, weight_format)
     weight = quantized(normal(len(counts) * WIDTH, INNER), weight_format)
-    own = variant(weight_format, None, num_groups)
+    own = variant(weight_format, None, num_groups, INNER)
     poisoned(op.down(hidden, weight, len(counts), order, firsts, own))
     out = op.down(hidden, weight, len(counts), order, firsts, own)
     truth, magnitudes = by_experts(values(hidden, weight_format), weight, ends)
