@@ -21,8 +21,8 @@ def _entry(experts: int, width: int, intermediate: int, figures: str) -> Measure
 
 
 MEASURED: tuple[Measured, ...] = (
-    _entry(128, 2048, 768, "1024 tokens 339 / 361, 4096 569 / 687"),
-    _entry(64, 2048, 1408, "1024 tokens 323 / 346, 4096 759 / 866"),
-    _entry(256, 7168, 256, "1024 tokens 754 / 794, 4096 1116 / 1245"),
-    _entry(128, 6144, 384, "1024 tokens 478 / 479, 4096 660 / 738"),
+    _entry(128, 2048, 768, "1024 tokens 339 / 361, 4096 576 / 696"),
+    _entry(64, 2048, 1408, "1024 tokens 323 / 348, 4096 737 / 876"),
+    _entry(256, 7168, 256, "1024 tokens 753 / 796, 4096 1092 / 1238"),
+    _entry(128, 6144, 384, "1024 tokens 478 / 479, 4096 662 / 738"),
 )
