@@ -16,12 +16,12 @@ from cutlass import BFloat16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dist_infer.kernels.cute.staged_multiply import multiply
-from dist_infer.kernels.cute.staged_sums import ROOM_BYTES
+from dist_infer.kernels.cute.staged_sums import ROOM_BYTES, tell_of_part
 from dist_infer.kernels.staged_weight import COLUMNS, ROWS, TILE_BYTES
 
 PIECE = 64  # columns of the inputs that a TMA load takes: 128 bytes
 _GROUPS = 4
-_LOADER = 4 * _GROUPS  # its warp
+_LOADER = 4 * _GROUPS  # its warp; the next one says that a part is there
 _SHARED_BYTES = 216 * 1024  # for stages
 _MAX_STAGES = 8
 _COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
@@ -68,9 +68,14 @@ class Variant:
         return min(_MAX_STAGES, _SHARED_BYTES // (self.weight_bytes + self.input_bytes))
 
     @property
+    def num_early(self) -> int:
+        """Stages whose weights are asked for before the first inputs, which would come after all of them."""
+        return self.num_stages // 2 if 8 < self.tokens <= 64 else self.num_stages
+
+    @property
     def num_loading(self) -> int:
-        """Threads: a warp, and of large blocks a warpgroup, which leaves its registers to the others."""
-        return 128 if self.tokens > 64 else 32
+        """Threads: two warps, and of large blocks a warpgroup, which leaves its registers to the others."""
+        return 128 if self.tokens > 64 else 64
 
 
 class Launch:
@@ -105,6 +110,7 @@ class Launch:
         class Storage:
             full: cute.struct.MemRange[Int64, v.num_stages]
             empty: cute.struct.MemRange[Int64, v.num_stages]
+            left: cute.struct.MemRange[Int64, 1]
             inputs: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
             room: cute.struct.Align[cute.struct.MemRange[Int32, _GROUPS * ROOM_BYTES // 4], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Int32, v.weight_bytes // 4 * v.num_stages], 128]
@@ -136,7 +142,7 @@ class Launch:
         v = self.variant
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        full, empty, left = storage.full.data_ptr(), storage.empty.data_ptr(), storage.left.data_ptr()
         inputs = storage.inputs.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         weights = storage.weights.data_ptr()
         if warp == _LOADER:
@@ -145,6 +151,7 @@ class Launch:
                 for stage in cutlass.range_constexpr(v.num_stages):
                     cute.arch.mbarrier_init(full + stage, 1)
                     cute.arch.mbarrier_init(empty + stage, 4 * _GROUPS)
+                cute.arch.mbarrier_init(left, 4 * _GROUPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cta, _, _ = cute.arch.block_idx()
@@ -174,6 +181,8 @@ class Launch:
                     row_blocks,
                     is_early,
                 )
+            if warp == _LOADER + 1 and end % num_across != 0:
+                tell_of_part(left, flags, cta)
         else:
             if cutlass.const_expr(v.num_loading == 128):
                 cute.arch.setmaxregister_increase(112)
@@ -183,6 +192,7 @@ class Launch:
                 weights,
                 full,
                 empty,
+                left,
                 factor,
                 bias,
                 out,
@@ -223,7 +233,7 @@ def _load(
     if is_early == 0:
         cute.arch.griddepcontrol_wait()
     row_stages = row_blocks * num_across
-    ahead = cutlass.min(Int32(v.num_stages), end - begin)
+    ahead = cutlass.min(Int32(v.num_early), end - begin)
     idx = Int32(0)
     while idx < ahead:
         _load_weights(v, weight, weights, full, idx, (end - 1 - idx) % row_stages)
@@ -234,7 +244,7 @@ def _load(
     at = end
     while at > begin:
         at -= 1
-        if end - at > v.num_stages:
+        if end - at > v.num_early:
             cute.arch.mbarrier_wait(empty + stage, phase)
             _load_weights(v, weight, weights, full, stage, at % row_stages)
         for piece in cutlass.range_constexpr(pieces):

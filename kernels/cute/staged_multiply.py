@@ -72,6 +72,7 @@ def multiply(
     weights: cute.Pointer,
     full: cute.Pointer,
     empty: cute.Pointer,
+    left: cute.Pointer,
     factor: cute.Tensor,
     bias: cute.Tensor,
     out: cute.Tensor,
@@ -160,7 +161,7 @@ def multiply(
             token0, output0 = block // row_blocks * v.tokens, block % row_blocks * ROWS
             write_rows(v, sums, factor, bias, out, token0, output0, room, group * 4 + warp, lane)
         else:
-            leave_part(v, sums, parts, flags, cta, group * 4 + warp, lane)
+            leave_part(v, sums, parts, left, cta, group * 4 + warp, lane)
 
 
 @cute.jit

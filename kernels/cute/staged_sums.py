@@ -92,12 +92,12 @@ def leave_part(
     v: cutlass.Constexpr,
     sums: cute.Tensor,
     parts: cute.Tensor,
-    flags: cute.Tensor,
+    left: cute.Pointer,
     cta: Int32,
     warp: Int32,
     lane: Int32,
 ) -> None:
-    """A thread's sums for the thread of its number in another CTA."""
+    """A thread's sums for the thread of its number in another CTA; `tell_of_part` says so."""
     target = _place_of(v, parts, cta, warp, lane)
     for four in cutlass.range_constexpr(v.tokens // 8):
         cute.arch.inline_ptx(
@@ -105,10 +105,19 @@ def leave_part(
             read_only_args=[target + four * 512, *(sums[4 * four + idx] for idx in range(4))],
         )
     cute.arch.sync_warp()
-    if lane == 0:
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(left)
+
+
+@cute.jit
+def tell_of_part(left: cute.Pointer, flags: cute.Tensor, cta: Int32) -> None:
+    """A warp's wait for all that a CTA leaves, so that no warp that multiplies waits for its stores to be seen."""
+    cute.arch.mbarrier_wait(left, 0)
+    thread, _, _ = cute.arch.thread_idx()
+    if thread % 32 < 16:
         cute.arch.inline_ptx(
             "st.release.gpu.global.s32 [{$r0}], 1;",
-            read_only_args=[flags.iterator.toint() + Int64((cta * 16 + warp) * 4)],
+            read_only_args=[flags.iterator.toint() + Int64((cta * 16 + thread % 32) * 4)],
         )
 
 
