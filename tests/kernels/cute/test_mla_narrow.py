@@ -37,6 +37,16 @@ def test_values_become_the_left_operand_in_registers(rows: int, page_size: int, 
         assert operand and operand[1] == start
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("page_size", op.PAGE_SIZES)
+def test_rounded_products_of_many_rows_are_of_e4m3_alone(page_size: int, tmp_path: Path) -> None:
+    variant = Variant(rows=64, page_size=page_size, dtype=torch.bfloat16, narrow=True, rounded=True)
+    ptx = op.compiled(variant, f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").__ptx__  # type: ignore[attr-defined]
+    products = re.findall(r"wgmma\.mma_async\S+\.f32\.(\S+)\s+\{[^}]*\},\s*(\S)", ptx)
+    assert {kind for kind, _ in products} == {"e4m3.e4m3"}
+    assert {start for _, start in products} == {"%", "{"}  # scores from shared memory, values from registers
+
+
 def make(lens: Sequence[int], heads: int, query_len: int, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(q, cache, table, lens) of sequences in pages in a random order; what no sequence holds is the byte of NaN."""
     generator = torch.Generator("cuda").manual_seed(sum(lens) + heads)
