@@ -12,6 +12,8 @@ TORCH =
 PIP_ARGS =
 MPI = wheel
 MODEL =
+# WORKERS   pytest's processes for `make test`; default: 2, or none but pytest's own where a GPU is, which they would share
+WORKERS = $(if $(wildcard /dev/nvidia0),0,2)
 
 export PYTHON
 # these would put the caller's packages before the environment's
@@ -44,7 +46,7 @@ demo: $(RUN_STAMP) ## two ranks answer three prompts with a real model and prove
 
 test: $(TEST_STAMP) ## all tests that this machine can run
 	.ci/install-packages --quietly $(SLURM_PACKAGES) $(HOST_PACKAGES)
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n $(WORKERS)
 
 test-slurm: $(TEST_STAMP) ## the scripts of slurm/ on a throw-away Slurm; installs it where root may (Debian)
 	.ci/install-packages $(SLURM_PACKAGES) $(HOST_PACKAGES)

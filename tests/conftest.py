@@ -2,7 +2,8 @@
 
 A rank test is marked `@pytest.mark.ranks(1, 2, 4)` and takes the fixture `world`. Plain `pytest` launches it under
 mpirun (rank_parent.py); on a rank it runs as itself (rank_child.py). By hand, with or without pytest-mpi's option:
-`mpirun -n 2 python -m mpi4py -m pytest -x --with-mpi tests/comm`.
+`mpirun -n 2 python -m mpi4py -m pytest -x --with-mpi tests/comm`. `pytest -n 2` deals the tests to two workers
+(workers.py), each of which is such a parent.
 """
 
 import importlib.machinery
@@ -40,12 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RankRecorder(Path(folder), config), "rank_recorder")
     if folder is not None or launched_size() is not None:
         config.pluginmanager.register(RankWorld(), "rank_world")
-    else:
-        from tests.kernels import triton_interpreter  # brings torch, which a rank needs later if at all
+        return
+    config.pluginmanager.register(SuiteReport(config, in_ci=os.environ.get("CI") == "true"), "suite_report")
+    if getattr(config.option, "numprocesses", None):
+        return  # this process only hands tests out to workers
+    config.pluginmanager.register(RankLauncher(config), "rank_launcher")
+    if "TRITON_INTERPRET" not in os.environ:  # else somebody has decided, and torch can wait
+        from tests.kernels import triton_interpreter
 
         triton_interpreter.switch_on()
-        config.pluginmanager.register(RankLauncher(config), "rank_launcher")
-        config.pluginmanager.register(SuiteReport(in_ci=os.environ.get("CI") == "true"), "suite_report")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from tests.workers import TwoEnds  # needs pytest-xdist
+
+    return TwoEnds(config, log)
 
 
 def _make_importable(package: str) -> None:
@@ -90,7 +101,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.mpi)  # what pytest-mpi's options look for
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -98,6 +109,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # pytest sorts by the parameter `world` across files; keep each file together, sizes ascending in it
     files = {path: idx for idx, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: files[item.path])
+    if hasattr(config, "workerinput"):
+        from tests.workers import put_jobs_first  # needs pytest-xdist
+
+        put_jobs_first(items)
 
 
 def _has_gpu() -> bool:

@@ -7,6 +7,7 @@ other is fine on a user's machine and a failure where CI=true: apt, pip or root 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,10 @@ _LAUNCHES = "launches of rank tests, all but the tests"
 
 
 class SuiteReport:
-    """pytest plugin of the parent."""
+    """pytest plugin of the parent; where pytest-xdist deals the tests out, of each worker and of the one who deals."""
 
-    def __init__(self, *, in_ci: bool) -> None:
+    def __init__(self, config: pytest.Config, *, in_ci: bool) -> None:
+        self.config = config
         self.in_ci = in_ci
         self.seconds: dict[str, float] = defaultdict(float)
         self.reasons: Counter[str] = Counter()
@@ -69,6 +71,17 @@ class SuiteReport:
             report.longrepr = f"CI=true allows no skip that apt, pip or root could cure: {reason}"
         else:
             self.reasons[reason] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """A worker hands its seconds over; it has handed over all reports."""
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["seconds"] = dict(self.seconds)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the seconds of a worker, unless it has crashed."""
+        for file, seconds in getattr(node, "workeroutput", {}).get("seconds", {}).items():
+            self.seconds[file] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.reasons:

@@ -17,6 +17,7 @@ from tests.serving import Served, load, log_probabilities, on_rank_0
 
 ORACLE = json.loads((Path(__file__).parent / "data" / "smollm2_oracle.json").read_text())["prompts"]
 MAX_DIFFERENCE = 1e-3  # of a log probability, float32 here against float32 in llama.cpp
+NUM_ALONE = 12  # tokens where each rank has a whole model: every step reads it once a rank
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (1, 4), (2, 2)]}  # (tp, dp) by world size
 
 
@@ -52,21 +53,23 @@ def smollm2(world: World) -> Path:
 def test_default_model_gives_the_tokens_of_llama_cpp(world: World, smollm2: Path) -> None:
     prompts = [prompt for prompt in ORACLE if len(prompt["token_ids"]) == 30][:4]
     assert len(prompts) == 4
-    requests = [
-        Request(
-            request_id=idx,
-            prompt_ids=tuple(prompt["prompt_ids"]),
-            sampling=SamplingParams(max_tokens=30, temperature=0.0),
-        )
-        for idx, prompt in enumerate(prompts)
-    ]
     for tp, dp in LAYOUTS[world.size]:
+        num_tokens = NUM_ALONE if dp > 1 and tp == 1 else 30
+        requests = [
+            Request(
+                request_id=idx,
+                prompt_ids=tuple(prompt["prompt_ids"]),
+                sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
+            )
+            for idx, prompt in enumerate(prompts)
+        ]
         served = load(world, smollm2, tp=tp, dp=dp, dtype="float32")
         answers = served.run(requests)
         if world.rank == 0:
             for request, prompt in zip(requests, prompts, strict=True):
-                assert answers.tokens[request.request_id] == prompt["token_ids"], (tp, dp, prompt["input"])
-        if tp > 1 or world.size == 1:  # a rank with a whole model computes as if it were alone
+                tokens = answers.tokens[request.request_id]
+                assert tokens == prompt["token_ids"][:num_tokens], (tp, dp, prompt["input"])
+        if dp == 1:  # a group of several computes as if it were alone
             check_log_probabilities(served)
 
 
@@ -99,13 +102,13 @@ def test_tiny_llamas_equal_the_float64_oracle(world: World, shared_folder: Path,
         Request(request_id=idx, prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=12, temperature=0.0))
         for idx, prompt in enumerate(prompts)
     ]
-    for tp, dp in LAYOUTS[world.size]:
+    for idx, (tp, dp) in enumerate(LAYOUTS[world.size]):
         served = load(world, folder, tp=tp, dp=dp)
         for depth in (0, 1):
-            for max_num_tokens in (256, 7):  # whole prompts, then chunks
-                answers = served.run(requests, depth=depth, max_num_tokens=max_num_tokens, block_size=4)
-                if world.rank == 0:
-                    assert [answers.tokens[idx] for idx in range(3)] == [tokens for tokens, _ in expected], (tp, dp)
+            max_num_tokens = (256, 7)[(heads + idx + depth) % 2]  # whole prompts, or chunks
+            answers = served.run(requests, depth=depth, max_num_tokens=max_num_tokens, block_size=4)
+            if world.rank == 0:
+                assert [answers.tokens[idx] for idx in range(3)] == [tokens for tokens, _ in expected], (tp, dp)
         for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
             rows = served.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
             assert (rows - logits).abs().max().item() <= 1e-9, (tp, dp)
@@ -171,8 +174,9 @@ def test_200_mixed_requests_with_too_few_blocks_give_what_each_gives_alone(world
     requests = mixed_requests(200)
     alone: dict[int, list[int]] = {}
     served = load(world, folder, tp=1, dp=4)
+    by_length = sorted(requests, key=lambda request: request.sampling.max_tokens)  # groups wait for the longest
     for start in range(0, 200, 4):  # one request a group: each has its group to itself
-        answers = served.run(requests[start : start + 4], prefix_cache=False, num_kv_blocks=40)
+        answers = served.run(by_length[start : start + 4], prefix_cache=False, num_kv_blocks=40)
         alone.update(answers.tokens)
     for tp, dp, depth in [(4, 1, 1), (2, 2, 0)]:
         served = load(world, folder, tp=tp, dp=dp)

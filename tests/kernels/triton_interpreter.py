@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 def switch_on() -> None:
     """Interpret Triton kernels from now on, unless there is a GPU to run them; a second call changes nothing."""
-    if torch.cuda.is_available() or VARIABLE in os.environ:
+    if VARIABLE in os.environ or torch.cuda.is_available():
         return
     os.environ[VARIABLE] = "1"
     _install()
