@@ -55,6 +55,12 @@ def exhaust_memory() -> None:
         kept.append(bytearray(16 << 20))
 
 
+def crash() -> None:
+    """Without a core file, which would lie in the folder where the tests were started."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def raise_unpicklable() -> None:
     raise UnpicklableError(threading.Lock())
 
@@ -69,7 +75,7 @@ FAULTS = {
     "exit": lambda: sys.exit(0),
     "hard exit": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "crash": crash,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "memory": exhaust_memory,
     "unpicklable": raise_unpicklable,
