@@ -32,7 +32,7 @@ _FEW, _SOME, _MORE, _MANY = (8, 16), (8, 16, 24, 32), (16, 24, 32, 40, 48), (16,
 FORMS: Mapping[WeightFormat, Sequence[tuple[float, Form, Form]]] = MappingProxyType(
     {
         WeightFormat.FP8_BLOCK: (
-            (0.25, Form(_FEW, 5, 1, 2), Form(_FEW, 5, 1, 2)),
+            (0.25, Form(_FEW, 5, 1, 2, streams=True), Form(_FEW, 5, 1, 2, streams=True)),
             (4, Form(_FEW, 2, 2, 2, streams=True), Form(_FEW, 2, 2, 2, streams=True)),
             (16, Form(_SOME, 5, 2), Form(_SOME, 5, 2)),
             (40, Form(_MORE, 5, 2), Form(_MORE, 5, 2)),
@@ -40,10 +40,12 @@ FORMS: Mapping[WeightFormat, Sequence[tuple[float, Form, Form]]] = MappingProxyT
         ),
         WeightFormat.MXFP8: (
             (4, Form(_FEW, 2, 2, 2, streams=True), Form(_FEW, 2, 2, 2, streams=True)),
-            (16, Form(_SOME, 2, 2, 2), Form(_SOME, 2, 2, 2)),
+            (16, Form(_SOME, 2, 2, 2, streams=True), Form(_SOME, 2, 2, 2, streams=True)),
             (float("inf"), Form(_MANY, 3, 2), Form(_MANY, 3, 2)),
         ),
         WeightFormat.NVFP4: (
+            (1, Form(_FEW, 3, 2, 2), Form(_FEW, 3, 2, 2)),
+            (3, Form(_FEW, 4, 1, 3), Form(_FEW, 3, 2, 2)),
             (8, Form(_FEW, 3, 2, 2), Form(_FEW, 3, 2, 2)),
             (16, Form(_SOME, 3, 2, 2), Form(_SOME, 3, 2, 2)),
             (48, Form(_MANY, 4, 2), Form(_SOME, 3, 2, 2)),
