@@ -14,6 +14,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dist_infer.kernels.cute.mla_merge import merge_parts
+from dist_infer.kernels.cute.mla_parts import leave_fragments, quad_of
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, keys_seen, normalise
 from dist_infer.kernels.cute.mla_tiles import (
     BLOCK,
@@ -220,11 +221,11 @@ def attend_few_rows(
             _write(num_rows, task, halves, scores_of_rows, seq, col0, _HALF * group * BLOCK + row0)
         else:
             first_unit = (_HALF * group * 4 + warp) * (num_rows // 8)
-            _leave(num_rows, task, halves, scores_of_rows, where, first_unit, lane)
+            leave_fragments(num_rows, task, halves, scores_of_rows, where, first_unit, lane)
         first = before + stop
         before += tiles
         seq += 1
-    merge_parts(task, duty, scratch)
+    merge_parts(False, task, duty, scratch)
 
 
 @cute.jit
@@ -267,9 +268,9 @@ def _give(
         for j in cutlass.range_constexpr(num_rows // 8):
             quad = idx * (num_rows // 8) + j
             if group == 0:
-                exchange[None, thread, quad, 0].store(_quad(sums[_HALF + turn + idx], num_rows, j).load())
+                exchange[None, thread, quad, 0].store(quad_of(sums[_HALF + turn + idx], num_rows, j).load())
             else:
-                exchange[None, thread, quad, 1].store(_quad(sums[turn + idx], num_rows, j).load())
+                exchange[None, thread, quad, 1].store(quad_of(sums[turn + idx], num_rows, j).load())
 
 
 @cute.jit
@@ -296,10 +297,6 @@ def _take(
                 halves[turn + idx][v] = kept * factor[c] + given[i] * other_factor[c]
 
 
-def _quad(fragment, num_rows, j):
-    return cute.make_tensor(fragment.iterator, cute.make_layout((4, num_rows // 8)))[None, j]
-
-
 @cute.jit
 def _write(
     num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, seq: Int32, col0: Int32, dim0: Int32
@@ -315,23 +312,6 @@ def _write(
                     to[dim0 + (block * BLOCK + 8 * h)] = value.to(task.out.element_type)
             if dim0 == 0:
                 task.lse[seq * task.rows + row] = scores[c]
-
-
-@cute.jit
-def _leave(
-    num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, slot: Int32, first_unit: Int32, lane: Int32
-) -> None:
-    """A warp's units of a part, 16 dims of 8 rows each: lane i's quad, and two logarithms of lanes 0 .. 3."""
-    two = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    for block in cutlass.range_constexpr(_HALF):
-        for j in cutlass.range_constexpr(num_rows // 8):
-            unit = first_unit + (block * (num_rows // 2) + j)
-            cute.local_tile(task.part_out[slot, unit, None], (4,), (lane,)).store(
-                _quad(halves[block], num_rows, j).load()
-            )
-            two[0], two[1] = scores[2 * j], scores[2 * j + 1]
-            if lane < 4:
-                cute.local_tile(task.part_lse[slot, unit, None], (2,), (lane,)).store(two.load())
 
 
 def column_of(col0, c):

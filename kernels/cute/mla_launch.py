@@ -25,7 +25,7 @@ from dist_infer.kernels.cute import (
     mla_shared_tiles,
 )
 from dist_infer.kernels.cute.mla_clerk import DUTY, keep_count
-from dist_infer.kernels.cute.mla_load import load_queries, load_tiles
+from dist_infer.kernels.cute.mla_load import load_first_queries, load_queries, load_tiles
 from dist_infer.kernels.cute.mla_load_pairs import load_pairs
 from dist_infer.kernels.cute.mla_merge import SCRATCH
 from dist_infer.kernels.cute.mla_parts import parts_in
@@ -317,7 +317,7 @@ class Launch:
             at = cute.make_ptr(Float32, cache_scale, cute.AddressSpace.gmem, assumed_align=4)
             value_scale = cute.make_tensor(at, cute.make_layout(1))[0]
             scale = scale * value_scale
-        part_out, part_lse, states = parts_in(workspace, n, not (v.many or v.narrow), num_ctas)
+        part_out, part_lse, states = parts_in(workspace, n, not v.staged, num_ctas)
         task = Task(
             page_table=page_table,
             kv_lens=kv_lens,
@@ -366,6 +366,7 @@ class Launch:
                         task,
                     )
                 else:
+                    load_first_queries(q_tma, q_coords, query_box, q_full, task)
                     load_tiles(
                         k_tma,
                         k_coords,

@@ -9,6 +9,15 @@ from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_BLOCKS, TILE, WIDTH, Ta
 
 
 @cute.jit
+def load_first_queries(
+    q_tma: cute.CopyAtom, q_coords: cute.Tensor, query_box: cute.Tensor, q_full: cute.Pointer, task: Task
+) -> None:
+    """Before any tile, or they would come after all that the ring has room for."""
+    if task.first < task.end:
+        _load_query(q_tma, q_coords, query_box, q_full, task.seq, task)
+
+
+@cute.jit
 def load_queries(
     q_tma: cute.CopyAtom,
     q_coords: cute.Tensor,
@@ -17,24 +26,32 @@ def load_queries(
     q_empty: cute.Pointer,
     task: Task,
 ) -> None:
-    """Each sequence's queries, once the consumers are done with those before."""
-    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
+    """Each later sequence's queries, once the consumers are done with those before."""
     phase = Int32(1)  # the phase before the first counts as done
     first, seq, before = task.first, task.seq, task.before
     while first < task.end:
-        cute.arch.mbarrier_wait(q_empty, phase)
+        if first != task.first:
+            cute.arch.mbarrier_wait(q_empty, phase)
+            _load_query(q_tma, q_coords, query_box, q_full, seq, task)
         phase ^= 1
-        own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
-        own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
-        q_to, q_from = cpasync.tma_partition(
-            q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
-        cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
         before += tiles_of(task.kv_lens, seq)
         first = before
         seq += 1
+
+
+@cute.jit
+def _load_query(
+    q_tma: cute.CopyAtom, q_coords: cute.Tensor, query_box: cute.Tensor, q_full: cute.Pointer, seq: Int32, task: Task
+) -> None:
+    num_rows = cutlass.const_expr(cute.size(query_box, mode=[0]))
+    own_rows = cute.domain_offset((seq * task.rows + task.row_tile * num_rows, 0, 0), q_coords)
+    own_box = cute.local_tile(own_rows, (num_rows, BLOCK, NUM_BLOCKS), (0, 0, 0))
+    q_to, q_from = cpasync.tma_partition(
+        q_tma, 0, cute.make_layout(1), cute.group_modes(query_box, 0, 3), cute.group_modes(own_box, 0, 3)
+    )
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(q_full, num_rows * WIDTH * 2)
+    cute.copy(q_tma, q_from, q_to, tma_bar_ptr=q_full)
 
 
 @cute.jit

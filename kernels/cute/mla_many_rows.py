@@ -152,7 +152,7 @@ def attend_many_rows(
         first = before + stop
         before += tiles
         seq += 1
-    merge_parts(task, duty, scratch)
+    merge_parts(False, task, duty, scratch)
 
 
 @cute.jit

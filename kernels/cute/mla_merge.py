@@ -16,20 +16,27 @@ _MERGE_BARRIER = 3
 
 
 @cute.jit
-def merge_parts(task: Task, duty: cute.Tensor, scratch: cute.Tensor) -> None:
-    """What the consumers merge, when their own tiles are done."""
+def merge_parts(adjacent: cutlass.Constexpr, task: Task, duty: cute.Tensor, scratch: cute.Tensor) -> None:
+    """What the consumers merge, when their own tiles are done. For `adjacent` see mla_parts."""
     cute.arch.barrier(barrier_id=DUTY_BARRIER, number_of_threads=CONSUMERS + 32)
     for kind in cutlass.range(2, unroll=1):
         seq, worker, count, shares, share, last = (cute.arch.make_warp_uniform(duty[kind, idx]) for idx in range(6))
         while share <= last:
             if cute.arch.make_warp_uniform(duty[kind, 6 + share // 32]) >> share % 32 & 1 > 0:
-                _merge_share(task, scratch, seq, worker, count, share, shares)
+                _merge_share(adjacent, task, scratch, seq, worker, count, share, shares)
             share += 1
 
 
 @cute.jit
 def _merge_share(
-    task: Task, scratch: cute.Tensor, seq: Int32, worker: Int32, count: Int32, share: Int32, shares: Int32
+    adjacent: cutlass.Constexpr,
+    task: Task,
+    scratch: cute.Tensor,
+    seq: Int32,
+    worker: Int32,
+    count: Int32,
+    share: Int32,
+    shares: Int32,
 ) -> None:
     """Units share + i * shares of a sequence; of few parts each warp takes units of its own."""
     thread, _, _ = cute.arch.thread_idx()
@@ -40,34 +47,35 @@ def _merge_share(
     unit, stride = share + shares * warp, shares * NUM_WARPS
     if count <= 2:
         while unit < units:
-            _merge_by_warp(8, 2, task, seq, worker, count, unit, stride, units)
+            _merge_by_warp(adjacent, 8, 2, task, seq, worker, count, unit, stride, units)
             unit += 8 * stride
     elif count <= 4:
         while unit < units:
-            _merge_by_warp(4, 4, task, seq, worker, count, unit, stride, units)
+            _merge_by_warp(adjacent, 4, 4, task, seq, worker, count, unit, stride, units)
             unit += 4 * stride
     elif count <= 8:
         while unit < units:
-            _merge_by_warp(2, 8, task, seq, worker, count, unit, stride, units)
+            _merge_by_warp(adjacent, 2, 8, task, seq, worker, count, unit, stride, units)
             unit += 2 * stride
     elif count <= 16 or stride <= units:
         while unit < units:
-            _merge_by_warp(1, 16, task, seq, worker, count, unit, stride, units)
+            _merge_by_warp(adjacent, 1, 16, task, seq, worker, count, unit, stride, units)
             unit += stride
     elif count <= 8 * NUM_WARPS:
         unit = share
         while unit < units:
-            _merge_by_cta(2, 8, task, scratch, seq, worker, count, unit, shares, units, warp)
+            _merge_by_cta(adjacent, 2, 8, task, scratch, seq, worker, count, unit, shares, units, warp)
             unit += 2 * shares
     else:
         unit = share
         while unit < units:
-            _merge_by_cta(1, 16, task, scratch, seq, worker, count, unit, shares, units, warp)
+            _merge_by_cta(adjacent, 1, 16, task, scratch, seq, worker, count, unit, shares, units, warp)
             unit += shares
 
 
 @cute.jit
 def _merge_by_warp(
+    adjacent: cutlass.Constexpr,
     num_units: cutlass.Constexpr,
     num_parts: cutlass.Constexpr,
     task: Task,
@@ -91,11 +99,12 @@ def _merge_by_warp(
                 inverse[idx], merged[idx] = normalise(totals[idx, i], finite(largest[idx, i]))
             for idx in cutlass.range_constexpr(4):
                 values[idx] = sums[idx, i] * inverse[idx % 2]
-            _write(task, seq, unit + i * stride, values, merged)
+            _write(adjacent, task, seq, unit + i * stride, values, merged)
 
 
 @cute.jit
 def _merge_by_cta(
+    adjacent: cutlass.Constexpr,
     num_units: cutlass.Constexpr,
     num_parts: cutlass.Constexpr,
     task: Task,
@@ -141,7 +150,7 @@ def _merge_by_cta(
             inverse, merged[row] = normalise(total, finite(both))
             for h in cutlass.range_constexpr(2):
                 values[row + 2 * h] = values[row + 2 * h] * inverse
-        _write(task, seq, unit + warp * stride, values, merged)
+        _write(adjacent, task, seq, unit + warp * stride, values, merged)
     cute.arch.barrier(barrier_id=_MERGE_BARRIER, number_of_threads=CONSUMERS)
 
 
@@ -208,20 +217,29 @@ def _sum_up(num_parts: cutlass.Constexpr, words: cute.Tensor, i: cutlass.Constex
 
 
 @cute.jit
-def _write(task: Task, seq: Int32, unit: Int32, values: cute.Tensor, merged: cute.Tensor) -> None:
+def _write(
+    adjacent: cutlass.Constexpr, task: Task, seq: Int32, unit: Int32, values: cute.Tensor, merged: cute.Tensor
+) -> None:
     """A unit of the call's output, and the logarithms once for each row."""
     lane = cute.arch.lane_idx()
     rows = cutlass.const_expr(task.part_lse.shape[1] // UNITS_OF_ROW)
     first_row = task.row_tile * rows
     if cutlass.const_expr(in_fragments(task)):
         group = unit % (rows // ROWS_OF_FRAGMENT)
-        dim = unit // (rows // ROWS_OF_FRAGMENT) * (UNIT // ROWS_OF_FRAGMENT) + lane // 4
+        dim = unit // (rows // ROWS_OF_FRAGMENT) * (UNIT // ROWS_OF_FRAGMENT)
+        two = cute.make_rmem_tensor(cute.make_layout(2), task.out.element_type)
         for idx in cutlass.range_constexpr(2):
             row = first_row + group * ROWS_OF_FRAGMENT + lane % 4 * 2 + idx
             if row < task.rows:
+                to = task.out[seq * task.rows + row, None]
                 for h in cutlass.range_constexpr(2):
-                    task.out[seq * task.rows + row, dim + 8 * h] = values[idx + 2 * h].to(task.out.element_type)
-                if dim == 0:
+                    two[h] = values[idx + 2 * h].to(task.out.element_type)
+                if cutlass.const_expr(adjacent):
+                    cute.local_tile(to, (2,), (dim // 2 + lane // 4,)).store(two.load())
+                else:
+                    for h in cutlass.range_constexpr(2):
+                        to[dim + lane // 4 + 8 * h] = two[h]
+                if dim + lane // 4 == 0:
                     task.lse[seq * task.rows + row] = merged[idx]
     else:
         rounded = cute.make_rmem_tensor(cute.make_layout(4), task.out.element_type)

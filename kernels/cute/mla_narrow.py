@@ -25,7 +25,7 @@ from dist_infer.kernels.cute.mla_operands import (
     store_weights,
     widen_values,
 )
-from dist_infer.kernels.cute.mla_parts import leave_score, rows_of_part
+from dist_infer.kernels.cute.mla_parts import leave_fragments
 from dist_infer.kernels.cute.mla_softmax import NOTHING, exp2, finite, normalise
 from dist_infer.kernels.cute.mla_tiles import BLOCK, NUM_LATENT_BLOCKS, TILE, Task, part_slot, tiles_of, wrapped
 
@@ -80,7 +80,6 @@ def attend_narrow(
     lane = thread % 32
     row0, col0 = warp * 16 + lane // 4, lane % 4 * 2
     num_columns = cutlass.const_expr(num_rows // 4)
-    first_row = task.row_tile * num_rows
     mma = narrow_mma(num_rows)
     mma_thread = mma.get_slice(thread)
     qk = score_mma(TILE, num_rows)
@@ -108,6 +107,7 @@ def attend_narrow(
     total = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     factor = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     scales = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
+    scores_of_rows = cute.make_rmem_tensor(cute.make_layout(num_columns), Float32)
     slot, phase = Int32(0), Int32(0)
     counter, parity, q_phase = Int32(0), Int32(0), Int32(0)
     first, seq, before = task.first, task.seq, task.before
@@ -214,13 +214,8 @@ def attend_narrow(
             for g in cutlass.range_constexpr(2):
                 of_group = stats[g, 0, column] + stats[g, 1, column] + stats[g, 2, column] + stats[g, 3, column]
                 summed += of_group * exp2(stats[g, 4, column] - reference)
-            inverse, score = normalise(summed, both - WEIGHT_EXPONENT)
+            inverse, scores_of_rows[c] = normalise(summed, both - WEIGHT_EXPONENT)
             factor[c] = exp2(maximum[c] - reference) * inverse * task.value_scale
-            if thread_of_cta < 132 and group == 0 and first_row + column < task.rows:
-                if whole:
-                    task.lse[seq * task.rows + first_row + column] = score
-                else:
-                    leave_score(task, where, column, score)
         _multiply(num_rows, sums, factor)
         for turn in cutlass.range_constexpr(0, _HALF, _TURN):  # each gives the other half of the dims away
             for idx in cutlass.range_constexpr(_TURN):
@@ -237,16 +232,20 @@ def attend_narrow(
                         kept = sums[turn + idx][v]
                     halves[turn + idx][v] = kept + exchange[thread, v, idx, 1 - group]
             cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
-        write_columns(
-            num_rows, task, halves, whole, seq, where, col0, _HALF * group * BLOCK + warp * 16 + lane // 4 * 2
-        )
+        if whole:
+            write_columns(
+                num_rows, task, halves, scores_of_rows, seq, col0, _HALF * group * BLOCK + warp * 16 + lane // 4 * 2
+            )
+        else:
+            first_unit = (_HALF * group * 4 + warp) * (num_rows // 8)
+            leave_fragments(num_rows, task, halves, scores_of_rows, where, first_unit, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(q_empty)
         first = before + stop
         before += tiles
         seq += 1
-    merge_parts(task, duty, scratch)
+    merge_parts(True, task, duty, scratch)
 
 
 @cute.jit
@@ -282,29 +281,17 @@ def _multiply(num_rows: cutlass.Constexpr, sums, factor: cute.Tensor) -> None:
 
 @cute.jit
 def write_columns(
-    num_rows: cutlass.Constexpr,
-    task: Task,
-    halves,
-    whole: cutlass.Boolean,
-    seq: Int32,
-    slot: Int32,
-    col0: Int32,
-    dim0: Int32,
+    num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, seq: Int32, col0: Int32, dim0: Int32
 ) -> None:
-    """A thread's values of half of the dims, to the call's output or to a part."""
+    """A thread's values of half of the dims, and logarithms, to the call's output."""
     values = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for c in cutlass.range_constexpr(num_rows // 4):
         row = task.row_tile * num_rows + column_of(col0, c)
-        if whole:
-            if row < task.rows:
-                twos = cute.local_tile(task.out[seq * task.rows + row, None], (2,), (None,))
-                for turn in cutlass.range_constexpr(_HALF):
-                    for h in cutlass.range_constexpr(2):
-                        values[h] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
-                    twos[None, dim0 // 2 + turn * (BLOCK // 2)].store(values.load().to(task.out.element_type))
-        elif row < task.rows:
-            twos = cute.local_tile(rows_of_part(task, slot)[column_of(col0, c), None], (2,), (None,))
-            for turn in cutlass.range_constexpr(_HALF):
+        if row < task.rows:
+            twos = cute.local_tile(task.out[seq * task.rows + row, None], (2,), (None,))
+            for block in cutlass.range_constexpr(_HALF):
                 for h in cutlass.range_constexpr(2):
-                    values[h] = halves[turn][c % 2 + 2 * h + c // 2 * 4]
-                twos[None, dim0 // 2 + turn * (BLOCK // 2)].store(values.load())
+                    values[h] = halves[block][c % 2 + 2 * h + c // 2 * 4]
+                twos[None, dim0 // 2 + block * (BLOCK // 2)].store(values.load().to(task.out.element_type))
+            if dim0 == 0:
+                task.lse[seq * task.rows + row] = scores[c]

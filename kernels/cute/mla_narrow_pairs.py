@@ -31,7 +31,7 @@ from dist_infer.kernels.cute.mla_narrow_tiles import (
     weigh,
 )
 from dist_infer.kernels.cute.mla_operands import ROW_BYTES, SLOTS_OF_TILE
-from dist_infer.kernels.cute.mla_parts import leave_score
+from dist_infer.kernels.cute.mla_parts import leave_fragments
 from dist_infer.kernels.cute.mla_shared_tiles import NUM_ROWS
 from dist_infer.kernels.cute.mla_softmax import NOTHING, normalise
 from dist_infer.kernels.cute.mla_tiles import BLOCK, TILE, Task, part_slot, tiles_of
@@ -85,6 +85,7 @@ def attend_narrow_pairs(
     total = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     largest = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     scales = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    scores_of_rows = cute.make_rmem_tensor(cute.make_layout(NUM_ROWS // 4), Float32)
     shared = exchange.shared
     slot, phase, q_phase = Int32(0), Int32(0), Int32(0)
     phase0, phase1 = Int32(0), Int32(0)
@@ -168,22 +169,19 @@ def attend_narrow_pairs(
         where = part_slot(task.worker, task.row_tiles, task.row_tile, starts)
         for c in cutlass.range_constexpr(NUM_ROWS // 4):
             column = column_of(col0, c)
-            row = task.row_tile * NUM_ROWS + column
-            inverse, logarithm = normalise(
+            inverse, scores_of_rows[c] = normalise(
                 totals[0, column] + totals[1, column], shared[0, 0, column] - EXPONENT[rounds]
             )
-            if thread_of_cta < 132 and row < task.rows:
-                if whole:
-                    task.lse[seq * task.rows + row] = logarithm
-                else:
-                    leave_score(task, where, column, logarithm)
             for block in cutlass.range_constexpr(HALF):
                 for h in cutlass.range_constexpr(2):
                     v = cutlass.const_expr(c % 2 + 2 * h + c // 2 * 4)
                     sums[block][v] = sums[block][v] * inverse * task.value_scale
-        write_columns(
-            NUM_ROWS, task, sums, whole, seq, where, col0, HALF * group * BLOCK + warp_idx * 16 + lane // 4 * 2
-        )
+        if whole:
+            dim0 = HALF * group * BLOCK + warp_idx * 16 + lane // 4 * 2
+            write_columns(NUM_ROWS, task, sums, scores_of_rows, seq, col0, dim0)
+        else:
+            first_unit = (HALF * group * 4 + warp_idx) * (NUM_ROWS // 8)
+            leave_fragments(NUM_ROWS, task, sums, scores_of_rows, where, first_unit, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_PAIR_BARRIER, number_of_threads=256)
         with cute.arch.elect_one():
@@ -191,7 +189,7 @@ def attend_narrow_pairs(
         first = before + stop
         before += tiles
         seq += 1
-    merge_parts(task, duty, scratch)
+    merge_parts(True, task, duty, scratch)
 
 
 @cute.jit

@@ -6,7 +6,7 @@ word has one reader.
 
 A part is made of units of 128 values, four a lane, and the logarithms of their rows. They are either a fourth of a row
 each, or 16 dims of 8 rows as a warp has them in fragments of a transposed product: then a lane's four are of two rows
-and of dims 8 apart.
+and of dims 8 apart, or `adjacent` where the product took dims in pairs (see mla_operands).
 """
 
 import cutlass
@@ -95,6 +95,27 @@ def leave_score(task: Task, slot: Int32, row: Int32, score: Float32) -> None:
     two.fill(score)
     for idx in cutlass.range_constexpr(UNITS_OF_ROW):
         task.part_lse[slot, row * UNITS_OF_ROW + idx, None].store(two.load())
+
+
+@cute.jit
+def leave_fragments(
+    num_rows: cutlass.Constexpr, task: Task, halves, scores: cute.Tensor, slot: Int32, first_unit: Int32, lane: Int32
+) -> None:
+    """A warp's units of a part, 16 dims of 8 rows each: lane i's quad, and two logarithms of lanes 0 .. 3."""
+    two = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    for block in cutlass.range_constexpr(len(halves)):
+        for j in cutlass.range_constexpr(num_rows // 8):
+            unit = first_unit + (block * (num_rows // 2) + j)
+            cute.local_tile(task.part_out[slot, unit, None], (4,), (lane,)).store(
+                quad_of(halves[block], num_rows, j).load()
+            )
+            two[0], two[1] = scores[2 * j], scores[2 * j + 1]
+            if lane < 4:
+                cute.local_tile(task.part_lse[slot, unit, None], (2,), (lane,)).store(two.load())
+
+
+def quad_of(fragment, num_rows, j):
+    return cute.make_tensor(fragment.iterator, cute.make_layout((4, num_rows // 8)))[None, j]
 
 
 @cute.jit
