@@ -14,7 +14,7 @@ MEASURED: tuple[Measured, ...] = (
         op="mla_attention.generation",
         library="cute",
         sizes={"heads": range(9, 17), "seqs": range(1, 129), "cache_bytes": range(2, 3)},
-        figures="us, cute / triton: 1 x 1k 7.8 / 19.6, 8 x 4k 17.7 / 41.7, 32 x 4k 48.7 / 80.2, 128 x 4k 147.9 / 267.5"
+        figures="us, cute / triton: 1 x 1k 7.3 / 19.6, 8 x 4k 17.7 / 41.7, 32 x 4k 47.2 / 80.2, 128 x 4k 145.1 / 267.5"
         f" ({_SOURCES})",
     ),
     Measured(
@@ -22,7 +22,7 @@ MEASURED: tuple[Measured, ...] = (
         op="mla_attention.generation",
         library="cute",
         sizes={"heads": range(65, 129), "seqs": range(1, 129), "cache_bytes": range(2, 3)},
-        figures="us, cute / triton: 1 x 4k 16.3 / 64.3, 8 x 4k 33.4 / 105.9, 32 x 4k 78.9 / 298.4, 128 x 4k 237.0 /"
+        figures="us, cute / triton: 1 x 4k 16.2 / 64.3, 8 x 4k 33.3 / 105.9, 32 x 4k 77.9 / 298.4, 128 x 4k 234.3 /"
         f" 868.8 ({_SOURCES})",
     ),
 )
