@@ -103,8 +103,8 @@ def plan_mla_attention(
 
     With a `cache_scale` the cache is E4M3 and its values are e4m3 * cache_scale. All products are those of a cache in
     the dtype of q, to which E4M3 widens exactly: nothing else is rounded, but that a library may round
-    e4m3 * cache_scale to the dtype of q. It may multiply in float16 too, where what is below 2^-38 of the largest query
-    of a sequence becomes 0.
+    e4m3 * cache_scale to the dtype of q. It may multiply E4M3 itself too: queries are exact then but for what is below
+    2^-17 of a row's largest number, and sums of a score's products have 13 bits or more.
 
     `attend` takes one argument more, `quantized`: the carrier of another format, which it fills with what `quantize`
     makes of the rounded rows, all heads side by side; the result is then anything.

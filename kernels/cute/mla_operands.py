@@ -1,7 +1,8 @@
 """The second product of a decode over a cache of E4M3, O^T = V^T P^T: bytes become operands of float16 in registers.
 
 Loads of 8 x 8 words leave a thread with two neighbouring dims of two neighbouring tokens: so rows g and g + 8 of the
-product are dims 2 g and 2 g + 1. Weights are float16 times 2^15: those below 2^-39 of the largest one become 0.
+product are dims 2 g and 2 g + 1. Weights are float16 times 2^15: those below 2^-39 of the largest one become 0
+(2^-31 where maxima may lag, see mla_narrow_tiles).
 """
 
 import cutlass
