@@ -21,7 +21,7 @@ from dist_infer.kernels.staged_weight import COLUMNS, ROWS, TILE_BYTES
 
 PIECE = 64  # columns of the inputs that a TMA load takes: 128 bytes
 _GROUPS = 4
-_LOADER = 4 * _GROUPS  # its warp; the next one says that a part is there
+_LOADER = 4 * _GROUPS  # its warp; the next one may say that a part is there
 _SHARED_BYTES = 216 * 1024  # for stages
 _MAX_STAGES = 8
 _COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
@@ -73,9 +73,15 @@ class Variant:
         return self.num_stages // 2 if 8 < self.tokens <= 64 else self.num_stages
 
     @property
+    def has_teller(self) -> bool:
+        """Whether a warp of its own says that parts are there. With an arrival for it ptxas has products of large
+        blocks wait for each other: there each warp that multiplies says so."""
+        return self.tokens <= 64
+
+    @property
     def num_loading(self) -> int:
         """Threads: two warps, and of large blocks a warpgroup, which leaves its registers to the others."""
-        return 128 if self.tokens > 64 else 64
+        return 64 if self.has_teller else 128
 
 
 class Launch:
@@ -181,7 +187,8 @@ class Launch:
                     row_blocks,
                     is_early,
                 )
-            if warp == _LOADER + 1 and end % num_across != 0:
+            teller = cutlass.const_expr(_LOADER + 1 if v.has_teller else -1)
+            if warp == teller and end % num_across != 0:
                 tell_of_part(left, flags, cta)
         else:
             if cutlass.const_expr(v.num_loading == 128):

@@ -161,7 +161,7 @@ def multiply(
             token0, output0 = block // row_blocks * v.tokens, block % row_blocks * ROWS
             write_rows(v, sums, factor, bias, out, token0, output0, room, group * 4 + warp, lane)
         else:
-            leave_part(v, sums, parts, left, cta, group * 4 + warp, lane)
+            leave_part(v, sums, parts, left, flags, cta, group * 4 + warp, lane)
 
 
 @cute.jit

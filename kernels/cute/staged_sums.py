@@ -93,11 +93,12 @@ def leave_part(
     sums: cute.Tensor,
     parts: cute.Tensor,
     left: cute.Pointer,
+    flags: cute.Tensor,
     cta: Int32,
     warp: Int32,
     lane: Int32,
 ) -> None:
-    """A thread's sums for the thread of its number in another CTA; `tell_of_part` says so."""
+    """A thread's sums for the thread of its number in another CTA; who says so: see `has_teller`."""
     target = _place_of(v, parts, cta, warp, lane)
     for four in cutlass.range_constexpr(v.tokens // 8):
         cute.arch.inline_ptx(
@@ -105,8 +106,12 @@ def leave_part(
             read_only_args=[target + four * 512, *(sums[4 * four + idx] for idx in range(4))],
         )
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(left)
+    if cutlass.const_expr(v.has_teller):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(left)
+    else:
+        if lane == 0:
+            _tell(flags, cta, warp)
 
 
 @cute.jit
@@ -115,10 +120,15 @@ def tell_of_part(left: cute.Pointer, flags: cute.Tensor, cta: Int32) -> None:
     cute.arch.mbarrier_wait(left, 0)
     thread, _, _ = cute.arch.thread_idx()
     if thread % 32 < 16:
-        cute.arch.inline_ptx(
-            "st.release.gpu.global.s32 [{$r0}], 1;",
-            read_only_args=[flags.iterator.toint() + Int64((cta * 16 + thread % 32) * 4)],
-        )
+        _tell(flags, cta, thread % 32)
+
+
+@cute.jit
+def _tell(flags: cute.Tensor, cta: Int32, warp: Int32) -> None:
+    cute.arch.inline_ptx(
+        "st.release.gpu.global.s32 [{$r0}], 1;",
+        read_only_args=[flags.iterator.toint() + Int64((cta * 16 + warp) * 4)],
+    )
 
 
 @cute.jit
