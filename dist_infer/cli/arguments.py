@@ -137,7 +137,7 @@ KVCacheDType = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         help="auto and bf16: that of the activations. fp8: E4M3 with a scale a layer, half the memory, for models with "
-        "latent attention; only what is cached loses accuracy (docs/operating.md).",
+        "latent attention; what is cached loses accuracy (docs/operating.md).",
     ),
 ]
 NoPrefixCache = Annotated[

@@ -1,5 +1,6 @@
 """The command line `dist-infer`. Importing it brings neither torch nor MPI."""
 
+import atexit
 import gc
 import os
 import sys
@@ -55,6 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     A wrong command line is found by every rank alike, so only rank 0 reports it.
     """
+    atexit.register(_leave_quickly)
     launcher = read_launcher(os.environ)
     speaks = launcher is None or launcher.rank == 0
     words = list(sys.argv[1:] if args is None else args)
@@ -75,12 +77,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except typer.Abort:
         return 130
-    finally:
-        _leave_quickly()
 
 
 def _leave_quickly() -> None:
-    """Spare the interpreter its last walk over all objects of torch, which takes a second."""
+    """Spare the interpreter, which is at its end, a last walk over all objects of torch, which takes a second."""
     if "triton" not in sys.modules:  # whose bindings would report everything that was not collected
         gc.freeze()
 

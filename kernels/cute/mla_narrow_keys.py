@@ -2,9 +2,8 @@
 
 A row of queries times a power of two is the sum of two E4M3: 4 bits and the next 4, so that no bit of bfloat16 is lost
 but for what is below 2^-17 of the row's largest number. What these units add they cut 13 bits behind the largest
-number: so a sum has the dims of one slot, small parts first, and slots are added in float32. Measured,
-logarithms of sums of weights are then off by up to 2^-8, as those of sums that float64 cuts so are; results by 1.0 to
-1.12 times their own rounding to bfloat16.
+number: so a sum has the dims of one slot, small parts first, and slots are added in float32. The tests hold logarithms
+of sums of weights to twice what such a cut costs scores in float64, results to twice their own rounding to bfloat16.
 """
 
 import cutlass

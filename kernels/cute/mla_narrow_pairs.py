@@ -48,7 +48,7 @@ def attend_narrow_pairs(
     queries: cute.Tensor,  # [row, byte, block], both parts of 64 dims side by side
     query_words: cute.Tensor,  # the same memory, [word]
     query_scales: cute.Tensor,  # [row]
-    probabilities: cute.Tensor,  # [row, token, warpgroup] in float16, swizzled by 128 bytes
+    probabilities: cute.Tensor,  # [row, token, warpgroup] in float16, swizzled by 128 bytes, or in E4M3, by 64
     totals: cute.Tensor,  # [warpgroup, row], on the queries' memory
     exchange: Exchange,
     q_full: cute.Pointer,

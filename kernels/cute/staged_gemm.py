@@ -74,8 +74,8 @@ class Variant:
 
     @property
     def has_teller(self) -> bool:
-        """Whether a warp of its own says that parts are there. With an arrival for it ptxas has products of large
-        blocks wait for each other: there each warp that multiplies says so."""
+        """Whether a warp of its own says that parts are there, not each warp that multiplies."""
+        # With an arrival for it ptxas has the products of large blocks wait for each other.
         return self.tokens <= 64
 
     @property
